@@ -1,0 +1,50 @@
+"""Messages between a loader and the weight service (HTTP/JSON over a Unix socket, TCP in a cluster).
+
+    GET  /health              200 once the release is resolved and verified, else 503 with an error body
+    GET  /v1/release          -> Release
+    GET  /v1/manifest         -> the canonical manifest bytes, verbatim
+    GET  /v1/sources?object=B -> Sources for the file whose blake3 is B
+    GET  /v1/status           -> counters (JSON)
+
+A loader never trusts these answers for content: every range is checked against the manifest whose
+digest it was told by its own plan or by a verified signature.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from components.common.config import Config
+
+
+class Source(Config):
+    """One place a range can be had, tried in the order given.
+
+    cache: `uri` is an absolute path of a verified, complete file (read-only).
+    peer:  `uri` is the Unix socket or host:port of another weight service.
+    blob:  `uri` is ``<container>/<blob>`` in the weights account.
+    """
+
+    kind: Literal["cache", "peer", "blob"]
+    uri: str
+
+
+class Sources(Config):
+    """For each range of one file (manifest order, `range_bytes` each), the ordered places to get it."""
+
+    object: str
+    ranges: tuple[tuple[Source, ...], ...]
+
+
+class Release(Config):
+    """What the service resolved at start and pinned for the run."""
+
+    model: str
+    version: str
+    manifest_digest: str
+    weights_digest: str
+    manifest_uri: str
+    resolved_from: str
+    approver: str = ""
+    approved_at: str = ""
+    age_s: float = 0.0

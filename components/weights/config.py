@@ -1,0 +1,17 @@
+"""Configuration of the weight service, and of a worker's access to weights."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from components.common.config import Config
+from components.common.loading.config import WeightsConfig
+
+
+class WeightServiceConfig(Config):
+    name: str = Field(description="process name, e.g. weights-0")
+    listen: str = Field(description="unix:/absolute/path or tcp host:port, see components.common.messages.weights")
+    weights: WeightsConfig
+    cache_dir: str = Field("", description="node cache: absolute directory on tmpfs; empty = no cache")
+    cache_bytes: int = Field(0, ge=0, description="budget of the node cache, bytes")
+    peers: tuple[str, ...] = Field((), description="other weight services: unix:/path or host:port")
