@@ -47,6 +47,7 @@ class WorkerConfig(Config):
     kv: KvConfig | None = None
     engine_kind: Literal["vllm", "mock"] = Field("vllm", description="mock = fake engine with prefix cache and KV events; says so in its model card and status")
     mock_token_ms: float = Field(0.0, ge=0, description="mock only: milliseconds per token")
+    mock_prefill_tokens_per_s: float = Field(0.0, ge=0, description="mock only: prefill rate, tokens/s, one prompt at a time; 0 = no time")
     nixl_host: str = Field("127.0.0.1", description="address of vLLM's NIXL side channel; pod IP in a cluster")
     nixl_port: int = Field(5600, gt=0, lt=65536, description="port of the NIXL side channel; differs per engine on one host")
     nixl_backends: tuple[str, ...] = Field(("UCX",), description="NIXL back ends for the prefill => decode handover")
