@@ -1,0 +1,369 @@
+"""The catalogue: what lies in Blob, what it weighs, and what it has been good for.
+
+One index in three roles: the tier's existence index, the router's view of the shared tier and the
+sweeper's list. It is advice: stale in either direction costs a bounded miss, because every object
+proves itself at load. Nothing here blocks or does I/O.
+
+Built for 10^6 objects: parallel arrays and an open-addressing table, about 71 bytes an object, all of it
+reserved at the start and touched as it fills; no rehash, so no pause. At capacity the worst of a small
+sample is forgotten (the sweeper still finds it by listing) and counted.
+
+Thread-safe: one lock, held for microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from components.common.kv.keys import parse_name
+
+_EMPTY = 0
+_SAMPLE = 8
+_NEGATIVES = 4096
+_MAX_U32 = 2**32 - 1
+
+
+class Entry(NamedTuple):
+    """One object as the catalogue knows it. Times in Unix seconds; `saves` = seconds one hit saves."""
+
+    name: str
+    nbytes: int
+    cls: str
+    created: int
+    last_hit: int
+    hits: int
+    saves: float
+    parent: int
+
+    @property
+    def seconds_saved(self) -> float:
+        return self.hits * self.saves
+
+
+class Catalogue:
+    """Index of Blob objects by name (``<tenant>/<namespace>/<2 hex>/<hash>``).
+
+    capacity     most objects held; memory is bounded by it
+    negative_s   seconds a name reported gone is answered False without asking anybody
+    complete_s   seconds after a full listing (or a caught-up journal) during which a name not known counts as absent
+    """
+
+    def __init__(
+        self,
+        capacity: int = 2**20,
+        *,
+        negative_s: float = 30.0,
+        complete_s: float = 60.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not 1 <= capacity < 2**31:
+            raise ValueError("capacity is between 1 and 2^31")
+        self.capacity, self.clock = capacity, clock
+        self._negative_s, self._complete_s = negative_s, complete_s
+        size = 1 << max(4, math.ceil(math.log2(capacity * 1.5)))
+        self._mask = size - 1
+        zero = bytes(4)
+        self._table = array("I", zero * size)  # slot + 1; 0 = empty
+        rows = capacity + 1
+        self._keys = bytearray(32 * rows)
+        self._prefix, self._nbytes = array("I", zero * rows), array("I", zero * rows)
+        self._created, self._last_hit = array("I", zero * rows), array("I", zero * rows)
+        self._hits, self._cls = array("H", bytes(2 * rows)), array("B", bytes(rows))
+        self._saves, self._parent = array("f", zero * rows), array("Q", bytes(8 * rows))
+        self._top = 1  # slot 0 stays unused
+        self._free: array[int] = array("I")
+        self._count = 0
+        self._prefixes: list[str] = [""]
+        self._prefix_ids: dict[str, int] = {}
+        self._prefix_counts: list[int] = [0]
+        self._classes: list[str] = []
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        self._complete_at = -math.inf
+        self._lock = threading.Lock()
+        self._random = random.Random(0)
+        self.bytes = 0
+        self.counters = {"puts": 0, "hits": 0, "gone": 0, "forgotten": 0, "ignored": 0}
+
+    # --- what the tier calls -----------------------------------------------------------------
+
+    def lookup(self, name: str) -> bool | None:
+        """True: known to exist. False: known not to. None: not known, ask the store if it is worth it."""
+        with self._lock:
+            return self._lookup(name)
+
+    def lookup_many(self, names: Iterable[str]) -> list[bool | None]:
+        """`lookup` of each, under one lock."""
+        with self._lock:
+            return [self._lookup(n) for n in names]
+
+    def note_put(self, name: str, nbytes: int, cls: str, seconds_saved: float, parent: str | None = None) -> None:
+        """An object became visible (its put is DONE). `seconds_saved`: recompute minus load, of one hit on it.
+
+        `parent`: name of the chunk before it in its chain, when known; it lets a quarantine find descendants.
+        """
+        now = int(self.clock())
+        self.add(Entry(name, nbytes, cls, now, now, 0, seconds_saved, _fragment(parent)))
+        self.counters["puts"] += 1
+
+    def note_hit(self, name: str) -> None:
+        """The object was loaded and proven. A name not known is ignored: listing will bring it."""
+        with self._lock:
+            slot = self._find(name)
+            if slot:
+                self._last_hit[slot] = max(self._last_hit[slot], int(self.clock()))
+                self._hits[slot] = min(self._hits[slot] + 1, 65535)
+                self.counters["hits"] += 1
+
+    def note_gone(self, name: str, reason: str) -> None:
+        """The object is not there, or must not be used (`reason`: deleted, absent, digest, purged, quarantined, ...)."""
+        with self._lock:
+            self._remove(name)
+            self._gone[name] = self.clock() + self._negative_s
+            self._gone.move_to_end(name)
+            while len(self._gone) > _NEGATIVES:
+                self._gone.popitem(last=False)
+            key = f"gone.{reason}"
+            self.counters[key] = self.counters.get(key, 0) + 1
+            self.counters["gone"] += 1
+
+    # --- what listing, journal, sweeper and router call ----------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """Insert or merge: hits and times never go backwards. Names that are no KV object are ignored and counted."""
+        parsed = parse_name(entry.name)
+        if parsed is None:
+            self.counters["ignored"] += 1
+            return
+        key = bytes.fromhex(parsed.hash)
+        with self._lock:
+            self._gone.pop(entry.name, None)
+            slot = self._find(entry.name)
+            if slot:
+                self.bytes += min(entry.nbytes, _MAX_U32) - self._nbytes[slot]
+                self._last_hit[slot] = max(self._last_hit[slot], min(entry.last_hit, _MAX_U32))
+                self._hits[slot] = max(self._hits[slot], min(entry.hits, 65535))
+                if entry.saves:
+                    self._saves[slot] = entry.saves
+                if entry.parent:
+                    self._parent[slot] = entry.parent
+            else:
+                if self._count >= self.capacity:
+                    self._forget_one()
+                slot = self._free.pop() if self._free else self._top
+                self._top += slot == self._top
+                prefix = self._intern(entry.name[:65])
+                self._keys[32 * slot : 32 * slot + 32] = key
+                self._prefix[slot] = prefix
+                self._prefix_counts[prefix] += 1
+                self._created[slot] = min(entry.created, _MAX_U32)
+                self._last_hit[slot] = min(max(entry.last_hit, entry.created), _MAX_U32)
+                self._hits[slot] = min(entry.hits, 65535)
+                self._saves[slot], self._parent[slot] = entry.saves, entry.parent
+                self._link(slot, key, prefix)
+                self._count += 1
+                self.bytes += min(entry.nbytes, _MAX_U32)
+            self._nbytes[slot] = min(entry.nbytes, _MAX_U32)
+            self._cls[slot] = self._class_id(entry.cls)
+
+    def get(self, name: str) -> Entry | None:
+        with self._lock:
+            slot = self._find(name)
+            return self._entry(slot) if slot else None
+
+    def discard(self, name: str) -> bool:
+        """Forget a name without remembering that it is gone. True if it was known."""
+        with self._lock:
+            return self._remove(name)
+
+    def mark_complete(self, at: float | None = None) -> None:
+        """Everything in the store as of `at` (default: now) is in here; until `at + complete_s` unknown means absent."""
+        self._complete_at = max(self._complete_at, self.clock() if at is None else at)
+
+    @property
+    def complete(self) -> bool:
+        return self.clock() - self._complete_at < self._complete_s
+
+    def entries(self, prefix: str = "", batch: int = 4096) -> Iterator[Entry]:
+        """Every entry whose name starts with `prefix`; the lock is held for one batch at a time.
+
+        Not a point in time: entries that come or go meanwhile may be seen or not.
+        """
+        at = 1
+        while at < self._top:
+            with self._lock:
+                stop = min(at + batch, self._top)
+                found = [
+                    self._entry(s)
+                    for s in range(at, stop)
+                    if self._prefix[s] and self._prefixes[self._prefix[s]].startswith(prefix[:65])
+                ]
+            at = stop
+            yield from (e for e in found if e.name.startswith(prefix))
+
+    def prefixes(self) -> dict[str, int]:
+        """{``<tenant>/<namespace>``: objects}."""
+        with self._lock:
+            return {p: n for p, n in zip(self._prefixes, self._prefix_counts, strict=True) if n}
+
+    def descendants(self, name: str) -> list[str]:
+        """Names of all known entries whose chain goes through `name` (it excluded). A scan: for quarantine, not for requests."""
+        children: dict[int, list[tuple[int, str]]] = {}
+        for e in self.entries(name[:65] + "/"):
+            if e.parent:
+                children.setdefault(e.parent, []).append((_fragment(e.name), e.name))
+        out, todo = [], [_fragment(name)]
+        while todo:
+            for fragment, child in children.pop(todo.pop(), ()):
+                out.append(child)
+                todo.append(fragment)
+        return out
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def nbytes_resident(self) -> int:
+        """Bytes the arrays take when full."""
+        arrays = (
+            self._table,
+            self._prefix,
+            self._nbytes,
+            self._created,
+            self._last_hit,
+            self._hits,
+            self._cls,
+            self._saves,
+            self._parent,
+        )
+        return len(self._keys) + sum(a.itemsize * len(a) for a in arrays)
+
+    def check_integrity(self) -> None:
+        """Every entry is found under its name, counts agree. For tests; raises AssertionError."""
+        entries = list(self.entries())
+        assert len(entries) == self._count == len({e.name for e in entries})
+        assert self.bytes == sum(e.nbytes for e in entries)
+        assert sum(1 for t in self._table if t) == self._count
+        assert sum(self._prefix_counts) == self._count
+        for e in entries:
+            assert self.get(e.name) == e
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _lookup(self, name: str) -> bool | None:
+        if self._find(name):
+            return True
+        until = self._gone.get(name)
+        if until is not None:
+            if self.clock() < until:
+                return False
+            del self._gone[name]
+        return False if self.complete else None
+
+    def _find(self, name: str) -> int:
+        """Slot of a name; 0 = not known."""
+        prefix = self._prefix_ids.get(name[:65])
+        if prefix is None:
+            return 0
+        try:
+            key = bytes.fromhex(name[69:])
+        except ValueError:
+            return 0
+        if len(key) != 32:
+            return 0
+        i = self._home(key, prefix)
+        table, keys, prefixes = self._table, self._keys, self._prefix
+        while t := table[i]:
+            slot = t - 1
+            if prefixes[slot] == prefix and keys[32 * slot : 32 * slot + 32] == key:
+                return slot
+            i = (i + 1) & self._mask
+        return 0
+
+    def _home(self, key: bytes | bytearray, prefix: int) -> int:
+        return (int.from_bytes(key[:8], "little") ^ (prefix * 0x9E3779B97F4A7C15)) & self._mask
+
+    def _link(self, slot: int, key: bytes, prefix: int) -> None:
+        i = self._home(key, prefix)
+        while self._table[i]:
+            i = (i + 1) & self._mask
+        self._table[i] = slot + 1
+
+    def _remove(self, name: str) -> bool:
+        slot = self._find(name)
+        if slot:
+            self._remove_slot(slot)
+        return bool(slot)
+
+    def _remove_slot(self, slot: int) -> None:
+        i = self._home(self._keys[32 * slot : 32 * slot + 32], self._prefix[slot])
+        while self._table[i] != slot + 1:
+            i = (i + 1) & self._mask
+        # backward shift: no tombstones, so probes stay short for ever
+        hole, j = i, (i + 1) & self._mask
+        while t := self._table[j]:
+            home = self._home(self._keys[32 * (t - 1) : 32 * t], self._prefix[t - 1])
+            if (j - home) & self._mask >= (j - hole) & self._mask:
+                self._table[hole], hole = t, j
+            j = (j + 1) & self._mask
+        self._table[hole] = _EMPTY
+        self._prefix_counts[self._prefix[slot]] -= 1
+        self.bytes -= self._nbytes[slot]
+        self._prefix[slot] = 0
+        self._free.append(slot)
+        self._count -= 1
+
+    def _forget_one(self) -> None:
+        """Make room: of a few random entries, drop the one that earned least per byte since its last hit."""
+        now, worst, worst_worth = self.clock(), 0, math.inf
+        tries = 0
+        while tries < _SAMPLE or not worst:
+            slot = self._random.randrange(1, self._top)
+            tries += 1
+            if self._prefix[slot]:
+                worth = (
+                    (self._hits[slot] + 0.5)
+                    * (self._saves[slot] or 1e-9)
+                    / (self._nbytes[slot] or 1)
+                    / (now - self._last_hit[slot] + 1)
+                )
+                if worth < worst_worth:
+                    worst, worst_worth = slot, worth
+        self._remove_slot(worst)
+        self.counters["forgotten"] += 1
+        self._complete_at = -math.inf  # from now on "not known" proves nothing
+
+    def _intern(self, prefix: str) -> int:
+        found = self._prefix_ids.get(prefix)
+        if found is None:
+            found = self._prefix_ids[prefix] = len(self._prefixes)
+            self._prefixes.append(prefix)
+            self._prefix_counts.append(0)
+        return found
+
+    def _class_id(self, cls: str) -> int:
+        if cls not in self._classes:
+            if len(self._classes) >= 255:
+                raise ValueError("more than 255 retention classes")
+            self._classes.append(cls)
+        return self._classes.index(cls)
+
+    def _entry(self, slot: int) -> Entry:
+        hash_ = self._keys[32 * slot : 32 * slot + 32].hex()
+        return Entry(
+            f"{self._prefixes[self._prefix[slot]]}/{hash_[:2]}/{hash_}", self._nbytes[slot], self._classes[self._cls[slot]],
+            self._created[slot], self._last_hit[slot], self._hits[slot], self._saves[slot], self._parent[slot],
+        )  # fmt: skip
+
+
+def _fragment(name: str | None) -> int:
+    """First 8 bytes of the hash of a name (or of a bare hash), as the number that links chunks; 0 = none."""
+    return int(name[-64:][:16], 16) if name else 0
