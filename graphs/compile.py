@@ -1,0 +1,363 @@
+"""Graph -> plan. Pure: the same graph, release and site give the same plan, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.common.engine.config import EngineArgs, KvConfig, WorkerConfig
+from components.common.errors import DynamoBlobError
+from components.common.loading.config import ReleaseConfig, TrustConfig, WeightsConfig
+from components.frontend.config import GatewayConfig
+from components.weights.config import WeightServiceConfig
+from graphs import env as environment
+from graphs.load import Graph
+from graphs.plan import Link, Plan, Port, Probe, Process, StorageUse, Volume
+from graphs.profiles import EngineProfile, engine_args, read_engine_profile, read_kv_profile
+from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
+from graphs.spec import ComponentSpec, KvSpec, WorkerSpec
+from router.config import RouterConfig
+
+MODULE = {"prefill": "components.prefill", "decode": "components.decode", "aggregated": "components.decode"}
+DYNAMO_COMPONENT = {"prefill": "prefill", "decode": "backend", "aggregated": "backend"}
+ROLES = ("prefill", "decode", "aggregated")
+INOTIFY_FRONTEND, INOTIFY_ROUTER = 18, 17  # instances taken with file discovery
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One pool of workers with everything that was merged for it."""
+
+    role: str
+    spec: WorkerSpec
+    profile: EngineProfile
+    args: EngineArgs
+    kv: dict[str, Any] | None
+
+
+def workers_of(graph: Graph) -> list[Worker]:
+    """The worker pools of a graph, settings merged. Raises PROFILE-*, ENGINE-* with the guilty line."""
+    spec = graph.spec
+    profile, document = read_engine_profile(spec.engine.profile, graph.place("engine", "profile"))
+    out = []
+    for role in ROLES:
+        worker: WorkerSpec | None = getattr(spec.components, role)
+        if worker is None:
+            continue
+        layers = [
+            (profile.engine, document, ("engine",)), (spec.engine.set, graph.document, ("engine", "set")),
+            (worker.engine, graph.document, ("components", role, "engine")),
+        ]  # fmt: skip
+        kv, where = (worker.kv, ("components", role, "kv")) if worker.kv else (spec.kv, ("kv",))
+        out.append(Worker(role, worker, profile, engine_args(layers), _kv_settings(graph, kv, where)))
+    return out
+
+
+def _kv_settings(graph: Graph, kv: KvSpec | None, where: tuple[str, ...]) -> dict[str, Any] | None:
+    if kv is None:
+        return None
+    profile, _ = read_kv_profile(kv.profile, graph.place(*where, "profile"))
+    return {**profile.settings, **kv.set}
+
+
+def compile_plan(graph: Graph, site: Site) -> Plan:
+    """Everything that runs. Raises a coded error where the graph cannot be planned at all; `dynamo check` says more."""
+    return _Compiler(graph, site).plan()
+
+
+class _Compiler:
+    def __init__(self, graph: Graph, site: Site) -> None:
+        self.graph, self.spec, self.site = graph, graph.spec, site
+        self.workers = workers_of(graph)
+        if not self.workers:
+            raise DynamoBlobError(
+                "GRAPH-NO-WORKER", "the graph has no worker", where=graph.place("components"),
+                do="add prefill and decode, or aggregated",
+            )  # fmt: skip
+        self.env = environment.Environment(self.spec, site)
+        self.first = self.workers[-1]
+
+    def plan(self) -> Plan:
+        spec, site, c = self.spec, self.site, self.spec.components
+        processes: list[Process] = []
+        if spec.storage.embedded == "azurite":
+            processes.append(self.azurite())
+        processes += [self.weights(i) for i in range(c.weights.replicas)]
+        gpu = 0
+        for worker in self.workers:  # slow importers first: they wait for the weight service themselves
+            for i in range(worker.spec.replicas):
+                processes.append(self.worker(worker, i, gpu))
+                gpu += worker.spec.gpus
+        if c.router is not None:
+            processes += [self.router(i) for i in range(c.router.replicas)]
+        processes += [self.dynamo_frontend(i) for i in range(c.dynamo_frontend.replicas)]
+        processes += [self.gateway(i) for i in range(c.frontend.replicas)]
+        dirs = [
+            site.run,
+            site.sockets,
+            site.run / "logs",
+            site.run / "plans",
+            site.run / "reports",
+            site.run / "credentials",
+            site.weights_root,
+        ]
+        if spec.runtime.discovery == "file":
+            dirs.append(site.run / "discovery")
+        volumes = {v.path for p in processes for v in p.volumes}
+        return Plan(
+            graph=spec.graph, source=graph_name(self.graph), run_dir=str(site.run), served_model=spec.served_model,
+            release={
+                "model": spec.model.name, "version": self.version(), "channel": "" if spec.model.version else spec.model.channel,
+                "manifest_digest": self.manifest_digest(), "weights_digest": self.weights_digest(), "trust": self.trust().require,
+            },
+            endpoint=f"http://{c.frontend.listen}", processes=tuple(processes), namespace=spec.namespace,
+            engine_kind=spec.engine.kind, links=self.links(), storage=self.storage(),
+            dirs=tuple(dict.fromkeys([*map(str, dirs), *(p.cwd for p in processes), *sorted(volumes)])), shm_dir=str(site.shm),
+            cluster=spec.cluster.model_dump(mode="json") if spec.cluster else None,
+            discovery=spec.runtime.discovery, event_plane=spec.runtime.event_plane,
+        )  # fmt: skip
+
+    # -- what several processes share
+
+    def version(self) -> str:
+        return self.spec.model.version or self.site.release.version
+
+    def manifest_digest(self) -> str:
+        return self.spec.model.manifest_digest or self.site.release.manifest_digest
+
+    def weights_digest(self) -> str:
+        return self.spec.model.weights_digest or self.site.release.weights_digest
+
+    def trust(self) -> TrustConfig:
+        trust, release = self.spec.trust, self.site.release
+        require = trust.require if trust else ("local" if self.spec.storage.embedded == "azurite" else "approval")
+        if require == "local":  # keys that `serve` made on this machine; without them digests alone prove the bytes
+            known = bool(release.publisher_keys and release.approver_keys)
+            return TrustConfig(
+                require="approval" if known else "none",
+                publisher_keys=release.publisher_keys,
+                approver_keys=release.approver_keys,
+            )
+        assert trust is not None or require == "approval"
+        return TrustConfig(
+            require=require,
+            publisher_keys=tuple(trust.publisher_keys if trust else ()),
+            approver_keys=tuple(trust.approver_keys if trust else ()),
+        )
+
+    def weights_config(self, identity: str, version: str = "", service: str = "", report: str = "") -> WeightsConfig:
+        spec, other = self.spec, bool(version) and version != self.version()
+        return WeightsConfig(
+            release=ReleaseConfig(
+                model=spec.model.name, version=version or self.version(), channel=spec.model.channel,
+                container=spec.storage.weights.container, manifest_digest="" if other else self.manifest_digest(),
+            ),
+            account=self.site.account(spec, "weights", identity), trust=self.trust(), root=str(self.site.weights_root), service=service,
+            # Workers start beside the store and the weight service: the wait covers their start.
+            service_deadline_s=60.0, on_outage=spec.components.weights.on_outage, loader=spec.engine.loader,
+            allow_unverified=spec.engine.allow_unverified, budget_bytes=spec.components.weights.budget_bytes, report=report,
+        )  # fmt: skip
+
+    def storage(self) -> tuple[StorageUse, ...]:
+        s = self.spec.storage
+        return tuple(
+            StorageUse(
+                role=role, url=self.site.account_url(self.spec, role), container=own.container, embedded=not own.url
+            )
+            for role, own in (("weights", s.weights), ("kv", s.kv))
+        )
+
+    def links(self) -> tuple[Link, ...]:
+        if self.spec.links:
+            return tuple(Link(source=x.source, to=x.to, kind=x.kind) for x in self.spec.links)
+        roles = [w.role for w in self.workers]
+        out = [("frontend", r, "requests") for r in roles]
+        if self.spec.components.router is not None:
+            out.append(("frontend", "router", "decisions"))
+        if {"prefill", "decode"} <= set(roles):
+            out.append(("prefill", "decode", "kv"))
+        out += [(r, "weights", "weights") for r in roles]
+        return tuple(Link(source=a, to=b, kind=k) for a, b, k in out)
+
+    def process(self, component: str, replica: int, spec: ComponentSpec, argv: list[str], **fields: Any) -> Process:
+        """A `Process` with everything that follows from its component and replica."""
+        name = f"{component}-{replica}"
+        config = fields.pop("config", None)
+        path = str(self.site.run / "plans" / f"{name}.json") if config is not None else ""
+        if config is not None:
+            argv = [*argv, "--plan", path]
+            config = config.model_dump(mode="json")
+        env = {**fields.pop("env"), **spec.env}
+        return Process(
+            name=name, component=component, replica=replica, argv=tuple(argv), env=dict(sorted(env.items())),
+            cwd=str(self.site.run / "cwd" / name), config=config, config_path=path, drain_s=spec.drain_s,
+            grace_s=spec.grace_s or spec.drain_s + 30.0, restarts=spec.restarts, cpus=spec.cpus,
+            memory_bytes=spec.memory or fields.pop("memory_bytes", 0), **{k: v for k, v in fields.items() if k != "memory_bytes"},
+        )  # fmt: skip
+
+    # -- the components
+
+    def azurite(self) -> Process:
+        port = self.site.port(self.spec, "azurite")
+        data = self.site.state / "azurite"
+        # Not --silent: the access log is the store's own count of what it served.
+        argv = [
+            *self.site.node, "--skipApiVersionCheck", "--disableTelemetry", "--location", str(data),
+            "--blobHost", LOOPBACK, "--blobPort", str(port), "--blobKeepAliveTimeout", "60",
+        ]  # fmt: skip
+        return self.process(
+            "azurite", 0, ComponentSpec(drain_s=5.0), argv, env={"NODE_ENV": "production"},
+            secret_env={"AZURITE_ACCOUNTS": str(self.site.state / "keys" / "azurite.accounts")},
+            ports=(Port(name="blob", number=port, purpose=f"Blob API for {', '.join(EMBEDDED_ACCOUNTS.values())}"),),
+            probe=Probe(tcp=f"{LOOPBACK}:{port}", deadline_s=60), identity="issuer", memory_bytes=400 << 20,
+            volumes=(Volume(name="store", path=str(data)),),
+        )  # fmt: skip
+
+    def weights(self, i: int) -> Process:
+        spec, site = self.spec.components.weights, self.site
+        name = f"weights-{i}.sock"
+        cache = site.shm / "cache" if spec.cache_bytes else None
+        config = WeightServiceConfig(
+            name=f"weights-{i}", listen=site.unix(name), weights=self.weights_config("serving-weights-only"),
+            cache_dir=str(cache / str(i)) if cache else "", cache_bytes=spec.cache_bytes,
+            peers=tuple(site.unix(f"weights-{j}.sock") for j in range(spec.replicas) if j != i),
+        )  # fmt: skip
+        return self.process(
+            "weights", i, spec, [site.python, "-m", "components.weights"], config=config, env=self.env.python(),
+            sockets=(str(site.sockets / name),), probe=Probe(unix_http=f"{site.unix(name)}:/health", deadline_s=120),
+            after=("azurite-0",) if self.spec.storage.embedded == "azurite" else (), identity="serving-weights-only",
+            secrets=self.credentials("serving-weights-only", "weights"), talks_to=("azurite",) if self.spec.storage.embedded == "azurite" else (),
+            volumes=(Volume(name="cache", path=str(cache / str(i)), kind="tmpfs", bytes=spec.cache_bytes, shared=True),) if cache else (),
+            memory_bytes=(256 << 20) + spec.cache_bytes,
+        )  # fmt: skip
+
+    def credentials(self, identity: str, *roles: str) -> tuple[str, ...]:
+        return tuple(
+            a.credential.path for r in roles if (a := self.site.account(self.spec, r, identity)).credential.path
+        )
+
+    def worker(self, worker: Worker, i: int, first_gpu: int) -> Process:
+        spec, site, role = worker.spec, self.site, worker.role
+        name, port, nixl = f"{role}-{i}", site.port(self.spec, role, i), site.port(self.spec, f"nixl-{role}", i)
+        weights = self.spec.components.weights
+        service = site.unix(f"weights-{i % weights.replicas}.sock") if weights.replicas else ""
+        report = str(site.run / "reports" / f"{name}.weights.json")
+        identity = "serving" if worker.kv else "serving-weights-only"
+        config = WorkerConfig(
+            name=name, role=role, served_model=self.spec.served_model, namespace=self.spec.namespace, component=DYNAMO_COMPONENT[role],
+            discovery=self.spec.runtime.discovery, request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
+            run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report),
+            kv=KvConfig(settings=self.kv_settings(worker, identity)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
+            mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=self.spec.network.host, nixl_port=nixl,
+            nixl_backends=tuple(spec.nixl_backends), drain_s=spec.drain_s,
+        )  # fmt: skip
+        ports = [Port(name="system", number=port, purpose="/health, /metrics, metadata for the frontend")]
+        env = {
+            **self.env.dynamo(),
+            **self.env.worker(worker.profile.platform, worker.args, nixl, range(first_gpu, first_gpu + spec.gpus)),
+            "DYN_SYSTEM_PORT": str(port),
+        }
+        if role != "aggregated" and self.spec.engine.kind == "vllm":
+            ports.append(
+                Port(name="nixl", number=nixl, host=self.spec.network.host, purpose="NIXL side channel (handshakes)")
+            )
+        facts = worker.profile.model
+        on_host = worker.profile.platform == "cpu"
+        resident = (
+            worker.profile.host_bytes
+            + (facts.weights_bytes + worker.args.kv_cache_bytes if on_host else 0)
+            + host_tier_bytes(worker.kv)
+        )
+        return self.process(
+            role, i, spec, [site.python, "-m", MODULE[role]], config=config, env=env, ports=tuple(ports),
+            sockets=(str(site.sockets / f"{name}.kv"), str(site.sockets / f"{name}.kv.relay")),
+            probe=Probe(http=f"http://{self.spec.network.host}:{port}/health", deadline_s=worker.profile.ready_deadline_s),
+            identity=identity, secrets=self.credentials(identity, "weights", *(["kv"] if worker.kv else [])), gpus=spec.gpus,
+            talks_to=tuple(x for x in ("weights", "prefill" if role == "decode" else "", "azurite") if x),
+            volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),), memory_bytes=resident,
+            shm_bytes=spec.shm or worker.profile.shm_bytes + host_tier_bytes(worker.kv),
+        )  # fmt: skip
+
+    def kv_settings(self, worker: Worker, identity: str) -> dict[str, Any]:
+        """The profile's settings with what only the graph knows: account, container, digest."""
+        own = {
+            "account": self.site.account(self.spec, "kv", identity).model_dump(mode="json"),
+            "container": self.spec.storage.kv.container,
+        }  # fmt: skip
+        return {**own, **(worker.kv or {})}
+
+    def router(self, i: int) -> Process:
+        spec, site = self.spec.components.router, self.site
+        assert spec is not None
+        port, host, sock = site.port(self.spec, "router", i), self.spec.network.host, f"router-{i}.sock"
+        roles = {w.role for w in self.workers}
+        config = RouterConfig(
+            name=f"router-{i}", namespace=self.spec.namespace, discovery=self.spec.runtime.discovery,
+            request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
+            prefill_component="prefill" if "prefill" in roles else "", block_size=spec.block_size or self.first.args.block_size,
+            listen=site.unix(sock), http=f"{host}:{port}", host_hit_weight=spec.host_hit_weight, blob_hit_weight=spec.blob_hit_weight,
+        )  # fmt: skip
+        return self.process(
+            "router", i, spec, [site.python, "-m", "router"], config=config, env=self.env.dynamo(),
+            ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"),), sockets=(str(site.sockets / sock),),
+            probe=Probe(http=f"http://{host}:{port}/health", deadline_s=60), inotify=self.inotify(INOTIFY_ROUTER), memory_bytes=200 << 20,
+            talks_to=tuple(w.role for w in self.workers),
+        )  # fmt: skip
+
+    def inotify(self, instances: int) -> int:
+        return instances if self.spec.runtime.discovery == "file" else 0
+
+    def dynamo_frontend(self, i: int) -> Process:
+        port, runtime = self.site.port(self.spec, "dynamo-frontend", i), self.spec.runtime
+        argv = [
+            self.site.python, "-m", "dynamo.frontend", "--discovery-backend", runtime.discovery, "--request-plane", runtime.request_plane,
+            "--event-plane", runtime.event_plane, "--http-host", LOOPBACK, "--http-port", str(port), "--router-mode", "kv",
+            "--migration-limit", str(runtime.migration_limit), "--namespace", self.spec.namespace,
+            "--kv-cache-block-size", str(self.first.args.block_size),
+        ]  # fmt: skip
+        return self.process(
+            "dynamo-frontend", i, self.spec.components.dynamo_frontend, argv, env=self.env.dynamo(),
+            ports=(Port(name="http", number=port, purpose="OpenAI API behind the gateway, loopback only"),),
+            probe=Probe(http=f"http://{LOOPBACK}:{port}/live", deadline_s=60), inotify=self.inotify(INOTIFY_FRONTEND), memory_bytes=300 << 20,
+            talks_to=tuple(w.role for w in self.workers),
+        )  # fmt: skip
+
+    def gateway(self, i: int) -> Process:
+        spec, site = self.spec.components.frontend, self.site
+        host, _, number = spec.listen.rpartition(":")
+        port = int(number) if i == 0 else site.port(self.spec, "frontend", i)
+        router = self.spec.components.router
+        config = GatewayConfig(
+            name=f"frontend-{i}", listen=f"{host}:{port}",
+            upstream=f"http://{LOOPBACK}:{site.port(self.spec, 'dynamo-frontend', i % max(1, self.spec.components.dynamo_frontend.replicas))}",
+            served_model=self.spec.served_model, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
+            max_model_len=min(w.args.max_model_len for w in self.workers), block_size=self.first.args.block_size,
+            router=site.unix(f"router-{i % router.replicas}.sock") if router and router.replicas else "",
+            router_deadline_ms=router.decide_deadline_ms if router else 50.0, auth=spec.auth,
+            tenants_file=resolve(self.graph, spec.tenants_file), max_body_bytes=spec.max_body, max_concurrent=spec.max_concurrent, drain_s=spec.drain_s,
+        )  # fmt: skip
+        local = host in ("127.0.0.1", "localhost", "::1", "[::1]")
+        probe_host = LOOPBACK if host in ("0.0.0.0", "") else host
+        return self.process(
+            "frontend", i, spec, [site.python, "-m", "components.frontend"], config=config, env=self.env.python(),
+            ports=(Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),),
+            probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=max(w.profile.ready_deadline_s for w in self.workers) + 30),
+            memory_bytes=250 << 20, talks_to=("dynamo-frontend", *(("router",) if router else ())),
+        )  # fmt: skip
+
+
+def host_tier_bytes(settings: dict[str, Any] | None) -> int:
+    """DRAM of the KV tiers of one worker: primary tier and staging, bytes."""
+    if not settings:
+        return 0
+    return sum(int(settings.get(k, 0) or 0) for k in ("dram_bytes", "staging_bytes"))
+
+
+def graph_name(graph: Graph) -> str:
+    return graph.document.name
+
+
+def resolve(graph: Graph, path: str) -> str:
+    """A path of the graph file as an absolute path; empty stays empty."""
+    return str((Path(graph.document.name).parent / path).resolve()) if path else ""

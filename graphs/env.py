@@ -1,0 +1,79 @@
+"""Environment variables of every process: all that we set, and why. Nothing reaches a process that is not here,
+in the graph's `env`, or among PATH, HOME, LANG and TZ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from components.common.engine.config import EngineArgs
+from graphs.site import LOOPBACK, Site
+from graphs.spec import GraphSpec
+
+PASSED = ("PATH", "HOME", "LANG", "TZ")
+RUN_MARK = "DYNAMO_BLOB_RUN"
+
+
+class Environment:
+    """The variables of one graph on one site."""
+
+    def __init__(self, spec: GraphSpec, site: Site) -> None:
+        self.spec, self.site = spec, site
+
+    def python(self) -> dict[str, str]:
+        """Every Python process."""
+        return {
+            RUN_MARK: str(self.site.run),  # how the next start recognises what a killed launcher left behind
+            "PYTHONUNBUFFERED": "1",  # log lines appear when they are written
+            "PYTHONSAFEPATH": "1",  # the working directory is no import root
+        }
+
+    def dynamo(self) -> dict[str, str]:
+        """Every process with a Dynamo runtime."""
+        runtime, host = self.spec.runtime, self.spec.network.host
+        out = {
+            **self.python(),
+            "DYN_DISCOVERY_BACKEND": runtime.discovery,  # unset means etcd
+            "DYN_REQUEST_PLANE": runtime.request_plane,
+            "DYN_EVENT_PLANE": runtime.event_plane,
+            "DYN_SYSTEM_HOST": host,  # defaults of these four are 0.0.0.0 or the host's address
+            "DYN_TCP_RPC_HOST": host,
+            "DYN_TCP_RESPONSE_STREAM_HOST": host,
+            "DYN_EVENT_PLANE_HOST": host,
+            "DYN_LOG": runtime.log,
+            "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # 5 s by default; our drain waits for answers itself
+        }
+        if runtime.discovery == "file":
+            out["DYN_FILE_KV"] = str(self.site.run / "discovery")  # fresh per run: stale entries name dead workers
+        if runtime.discovery == "etcd":
+            out["ETCD_ENDPOINTS"] = runtime.etcd_url or f"http://{LOOPBACK}:{self.site.port(self.spec, 'etcd')}"
+        if "nats" in (runtime.event_plane, runtime.request_plane):
+            out["NATS_SERVER"] = runtime.nats_url or f"nats://{LOOPBACK}:{self.site.port(self.spec, 'nats')}"
+        return out
+
+    def worker(self, platform: str, args: EngineArgs, nixl_port: int, gpus: Iterable[int]) -> dict[str, str]:
+        """vLLM, NIXL and UCX of one worker."""
+        host = self.spec.network.host
+        out = {
+            "PYTHONHASHSEED": self.spec.runtime.hash_seed,  # block hashes are equal in every worker and after restarts
+            "HF_HUB_OFFLINE": "1",  # no other origin is ever tried
+            "OMP_NUM_THREADS": str(args.threads),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": host,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port),
+            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM sets it too, but only when NIXL was not imported earlier
+        }
+        if host == LOOPBACK:
+            out["UCX_NET_DEVICES"] = "lo"
+        if platform == "cpu":
+            out["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(args.kv_cache_bytes / 2**30)))  # whole GiB
+            out["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        else:
+            # Without these two a CUDA host moves 0.4-0.7 GB/s between processes, slower than recomputing.
+            out["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
+            out["UCX_RMA_PPLN_ENABLE"] = "y"
+        out["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        return out
