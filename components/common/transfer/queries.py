@@ -1,0 +1,142 @@
+"""Existence questions on their own agent, so that big transfers do not delay them.
+
+A question blocks its thread for as long as the store likes (a hung one: minutes). So every question
+has a deadline kept here, and a worker that is stuck is left behind for a new one; at most
+`_MAX_WORKERS` are alive, after that questions are answered "not known" at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from components.common.transfer.base import Known
+
+log = logging.getLogger(__name__)
+
+_MAX_WORKERS = 3
+_BATCH = 128
+_TICK_S = 0.02
+
+
+class _Question:
+    __slots__ = ("answered", "deadline", "known", "names")
+
+    def __init__(self, names: list[str], deadline: float, known: Known) -> None:
+        self.names, self.deadline, self.known, self.answered = names, deadline, known, False
+
+
+class _Worker:
+    """One thread and its own way to ask; `since` = when the question in hand was taken up."""
+
+    def __init__(self, open_ask: Callable[[], Callable[[list[str]], list[bool]]], owner: Queries) -> None:
+        self.since: float | None = None
+        self.expires: float | None = None
+        self.abandoned = False
+        self._open_ask, self._owner = open_ask, owner
+        self.thread = threading.Thread(target=self._run, name="transfer-queries", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        ask: Callable[[list[str]], list[bool]] | None = None
+        while not self.abandoned:
+            question = self._owner.next()
+            if question is None:
+                return
+            self.since = time.monotonic()
+            answer: dict[str, bool | None] = {}
+            try:
+                if ask is None or self._owner.stale():
+                    ask = self._open_ask()
+                for i in range(0, len(question.names), _BATCH):
+                    part = question.names[i : i + _BATCH]
+                    answer.update(zip(part, ask(part), strict=True))
+                good = True
+            except Exception as e:
+                log.warning("existence of %d objects is not known: %s", len(question.names), e)
+                good, ask = False, None
+            self.since = None
+            self._owner.answer(question, answer, good)
+
+
+class Queries:
+    """`open_ask` returns a function names -> exists (raises when not known); it is opened again after errors."""
+
+    def __init__(
+        self,
+        open_ask: Callable[[], Callable[[list[str]], list[bool]]],
+        outcome: Callable[[bool], None],
+        expired: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._open_ask, self._outcome, self.stale = open_ask, outcome, expired
+        self._queue: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: list[_Question] = []
+        self._workers = [_Worker(open_ask, self)]
+        self._closed = threading.Event()
+        self.counts: Counter[str] = Counter()
+        self._watch = threading.Thread(target=self._run, name="transfer-deadlines", daemon=True)
+        self._watch.start()
+
+    def ask(self, names: Sequence[str], deadline: float, known: Known) -> None:
+        question = _Question(list(names), deadline, known)
+        with self._lock:
+            self._waiting.append(question)
+        self.counts["asked"] += len(question.names)
+        self._queue.put(question)
+
+    def next(self) -> _Question | None:
+        while True:
+            question = self._queue.get()
+            if question is None or not question.answered:
+                return question
+
+    def answer(self, question: _Question, found: dict[str, bool | None], good: bool) -> None:
+        if self._settle(question, found):
+            self._outcome(good)
+
+    def close(self) -> None:
+        self._closed.set()
+        for _ in self._workers:
+            self._queue.put(None)
+
+    @property
+    def stuck(self) -> int:
+        return sum(w.abandoned and w.thread.is_alive() for w in self._workers)
+
+    def _settle(self, question: _Question, found: dict[str, bool | None]) -> bool:
+        with self._lock:
+            if question.answered:
+                return False
+            question.answered = True
+            self._waiting.remove(question)
+        try:
+            question.known({n: found.get(n) for n in question.names})
+        except Exception:
+            log.exception("an existence answer could not be reported")
+        return True
+
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            now = time.monotonic()
+            with self._lock:
+                late = [q for q in self._waiting if now >= q.deadline]
+            for question in late:
+                if self._settle(question, {}):
+                    self.counts["late"] += 1
+                    self._outcome(False)
+            if late:
+                self._replace_stuck(now)
+
+    def _replace_stuck(self, now: float) -> None:
+        self._workers = [w for w in self._workers if w.thread.is_alive()]
+        if any(w.since is None and not w.abandoned for w in self._workers) or len(self._workers) >= _MAX_WORKERS:
+            return
+        for worker in self._workers:
+            worker.abandoned = True
+        self.counts["replaced"] += 1
+        self._workers.append(_Worker(self._open_ask, self))
