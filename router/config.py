@@ -13,9 +13,13 @@ class RouterConfig(Config):
     discovery: str = Field("file", description="Dynamo discovery backend: file | etcd | kubernetes")
     request_plane: str = Field("tcp", description="Dynamo request plane")
     event_plane: str = Field("zmq", description="Dynamo event plane: zmq | nats")
-    prefill_component: str = Field("prefill", description="Dynamo component of the prefill pool; empty in an aggregated graph")
+    prefill_component: str = Field(
+        "prefill", description="Dynamo component of the prefill pool; empty in an aggregated graph"
+    )
     decode_component: str = Field("backend", description="Dynamo component of the decode (or aggregated) pool")
-    endpoint: str = Field("generate", description="endpoint name of both pools (the operator's probe expects `generate`)")
+    endpoint: str = Field(
+        "generate", description="endpoint name of both pools (the operator's probe expects `generate`)"
+    )
     block_size: int = Field(gt=0, description="engine KV block, tokens; must equal the workers'")
     listen: str = Field(description="unix:/absolute/path or tcp host:port for decisions")
     http: str = Field("", description="host:port of /health and /metrics; empty = none")

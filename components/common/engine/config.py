@@ -17,19 +17,27 @@ class EngineArgs(Config):
     max_model_len: int = Field(4096, gt=0, description="tokens of prompt + answer")
     max_num_seqs: int = Field(8, gt=0, description="sequences decoded together")
     max_num_batched_tokens: int = Field(2048, gt=0, description="tokens per engine step")
-    block_size: int = Field(128, gt=0, description="tokens per KV block; large pieces transfer well (12-18 us per descriptor); CPU needs a multiple of 32")
+    block_size: int = Field(
+        128,
+        gt=0,
+        description="tokens per KV block; large pieces transfer well (12-18 us per descriptor); CPU needs a multiple of 32",
+    )
     kv_cache_bytes: int = Field(1 << 30, gt=0, description="bytes of HBM (CPU platform: host memory) for KV")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs per worker")
     enforce_eager: bool = Field(True, description="no compile, no graphs: start in seconds; set false on GPUs")
     threads: int = Field(1, ge=1, description="CPU platform: OpenMP threads of the engine")
     seed: int = Field(0, description="engine seed")
-    extra: dict[str, Any] = Field(default_factory=dict, description="further AsyncEngineArgs, verbatim; checked against vLLM's own names")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="further AsyncEngineArgs, verbatim; checked against vLLM's own names"
+    )
 
 
 class KvConfig(Config):
     """The KV tiers of a worker (components/common/kv). Absent = HBM and handover only."""
 
-    settings: dict[str, Any] = Field(default_factory=dict, description="KvTiersConfig of components.common.kv.config, validated there")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="KvTiersConfig of components.common.kv.config, validated there"
+    )
 
 
 class WorkerConfig(Config):
@@ -45,11 +53,19 @@ class WorkerConfig(Config):
     engine: EngineArgs = EngineArgs()
     weights: WeightsConfig
     kv: KvConfig | None = None
-    engine_kind: Literal["vllm", "mock"] = Field("vllm", description="mock = fake engine with prefix cache and KV events; says so in its model card and status")
+    engine_kind: Literal["vllm", "mock"] = Field(
+        "vllm", description="mock = fake engine with prefix cache and KV events; says so in its model card and status"
+    )
     mock_token_ms: float = Field(0.0, ge=0, description="mock only: milliseconds per token")
-    mock_prefill_tokens_per_s: float = Field(0.0, ge=0, description="mock only: prefill rate, tokens/s, one prompt at a time; 0 = no time")
+    mock_prefill_tokens_per_s: float = Field(
+        0.0, ge=0, description="mock only: prefill rate, tokens/s, one prompt at a time; 0 = no time"
+    )
     nixl_host: str = Field("127.0.0.1", description="address of vLLM's NIXL side channel; pod IP in a cluster")
-    nixl_port: int = Field(5600, gt=0, lt=65536, description="port of the NIXL side channel; differs per engine on one host")
+    nixl_port: int = Field(
+        5600, gt=0, lt=65536, description="port of the NIXL side channel; differs per engine on one host"
+    )
     nixl_backends: tuple[str, ...] = Field(("UCX",), description="NIXL back ends for the prefill => decode handover")
-    drain_s: float = Field(30.0, ge=0, description="seconds answers in flight may finish in on SIGTERM before they migrate")
+    drain_s: float = Field(
+        30.0, ge=0, description="seconds answers in flight may finish in on SIGTERM before they migrate"
+    )
     warmup: bool = Field(True, description="one generation before ready (cold kernels cost up to 28 s)")

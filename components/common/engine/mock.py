@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamo.common.backend import EngineConfig, LlmRegistration, LLMEngine
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration
 from dynamo.common.backend import WorkerConfig as DynamoWorkerConfig
 from dynamo.common.backend.disagg import enforce_prefill_max_tokens, extract_prefill_result
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
@@ -56,9 +56,18 @@ def words(tokenizer_json: Path) -> list[int]:
             "MOCK-NO-TOKENIZER", "the mock engine needs a tokenizer to answer in words", where=str(tokenizer_json),
             why=str(e), do="point the worker at a model directory with tokenizer.json",
         ) from None  # fmt: skip
-    ids = sorted(i for t, i in vocab.items() if t[:1] == "Ġ" and len(t) > 3 and t[1:].isascii() and t[1:].islower() and t[1:].isalpha())
+    ids = sorted(
+        i
+        for t, i in vocab.items()
+        if t[:1] == "Ġ" and len(t) > 3 and t[1:].isascii() and t[1:].islower() and t[1:].isalpha()
+    )
     if len(ids) < WORDS:
-        raise DynamoBlobError("MOCK-NO-TOKENIZER", f"only {len(ids)} plain words in the vocabulary", where=str(tokenizer_json), do="use a BPE tokenizer")
+        raise DynamoBlobError(
+            "MOCK-NO-TOKENIZER",
+            f"only {len(ids)} plain words in the vocabulary",
+            where=str(tokenizer_json),
+            do="use a BPE tokenizer",
+        )
     return ids[:WORDS]
 
 
@@ -120,15 +129,29 @@ class MockEngine(LLMEngine):
         self.inflight = 0
         self.closing = False
         self.counters: dict[str, int] = dict.fromkeys(
-            ("requests", "prompt_tokens", "cached_tokens", "prefilled_tokens", "answer_tokens", "cancelled", "handovers", "migrated_away"), 0
+            (
+                "requests",
+                "prompt_tokens",
+                "cached_tokens",
+                "prefilled_tokens",
+                "answer_tokens",
+                "cancelled",
+                "handovers",
+                "migrated_away",
+            ),
+            0,
         )
         self._prefill_lock = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[MockEngine, DynamoWorkerConfig]:
         parser = argparse.ArgumentParser()
         parser.add_argument("--plan", required=True, help="JSON of a WorkerConfig")
-        parser.add_argument("--model-path", default="", help="directory with tokenizer.json; default: below weights.root")
+        parser.add_argument(
+            "--model-path", default="", help="directory with tokenizer.json; default: below weights.root"
+        )
         args = parser.parse_args(argv)
         engine = cls(WorkerConfig.read(args.plan), args.model_path)
         return engine, engine.dynamo_config()
@@ -168,15 +191,21 @@ class MockEngine(LLMEngine):
         return build_health_check_payload(bos_token_id=1)
 
     async def register_prometheus(self, metrics: Any) -> None:
-        metrics.add_expfmt_callback(self.exposition)
+        metrics.register_prometheus_expfmt_callback(self.exposition)
 
     def exposition(self) -> str:
         """Prometheus text of the counters; `dynamo_blob_engine_info` says that nothing here is real."""
-        lines = ["# TYPE dynamo_blob_engine_info gauge", f'dynamo_blob_engine_info{{kind="mock",role="{self.config.role}"}} 1']
+        lines = [
+            "# TYPE dynamo_blob_engine_info gauge",
+            f'dynamo_blob_engine_info{{kind="mock",role="{self.config.role}"}} 1',
+        ]
         for name, value in self.counters.items():
             lines += [f"# TYPE dynamo_blob_mock_{name}_total counter", f"dynamo_blob_mock_{name}_total {value}"]
         lines += ["# TYPE dynamo_blob_mock_inflight gauge", f"dynamo_blob_mock_inflight {self.inflight}"]
-        lines += ["# TYPE dynamo_blob_mock_cached_blocks gauge", f"dynamo_blob_mock_cached_blocks {len(self.cache.blocks)}"]
+        lines += [
+            "# TYPE dynamo_blob_mock_cached_blocks gauge",
+            f"dynamo_blob_mock_cached_blocks {len(self.cache.blocks)}",
+        ]
         return "\n".join(lines) + "\n"
 
     async def is_quiescent(self) -> bool | None:
@@ -184,23 +213,24 @@ class MockEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """Answers in flight may finish for `drain_s`; then `EngineShutdown` makes the frontend migrate them."""
-        deadline = time.monotonic() + self.config.drain_s
-        while self.inflight and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self.config.drain_s)
         self.closing = True
-        deadline = time.monotonic() + 5.0
-        while self.inflight and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), 5.0)
 
     # -- requests
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.inflight += 1
+        self._idle.clear()
         try:
             async for chunk in self._generate(request, context):
                 yield chunk
         finally:
             self.inflight -= 1
+            if not self.inflight:
+                self._idle.set()
 
     async def _generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         normalize_request_token_ids(request)
@@ -241,7 +271,13 @@ class MockEngine(LLMEngine):
                         "prompt_tokens_details": {"cached_tokens": cached},
                     }  # fmt: skip
                     if self.mode == DisaggregationMode.PREFILL:
-                        chunk["disaggregated_params"] = {"kv_transfer_params": {"engine": "mock", "worker": self.worker_id, "prompt": _fingerprint(tokens)}}
+                        chunk["disaggregated_params"] = {
+                            "kv_transfer_params": {
+                                "engine": "mock",
+                                "worker": self.worker_id,
+                                "prompt": _fingerprint(tokens),
+                            }
+                        }
                 yield chunk
 
     async def _prefill(self, tokens: list[int], salt: str, handed: dict[str, Any] | None) -> int:
@@ -250,7 +286,9 @@ class MockEngine(LLMEngine):
         if handed is not None:
             params = ((handed.get("disaggregated_params") or {}).get("kv_transfer_params")) or {}
             if params.get("prompt") != _fingerprint(tokens):
-                raise DynamoBlobError("MOCK-HANDOVER-MISMATCH", "the prefill result belongs to another prompt", where=self.config.name)
+                raise DynamoBlobError(
+                    "MOCK-HANDOVER-MISMATCH", "the prefill result belongs to another prompt", where=self.config.name
+                )
             self.counters["handovers"] += 1
             self._store(tokens, hashes, salt)
             return int((handed.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
@@ -293,5 +331,14 @@ def _find_tokenizer(root: Path) -> str:
         if (path / "tokenizer.json").exists():
             return str(path)
     raise DynamoBlobError(
-        "MOCK-NO-TOKENIZER", "no tokenizer.json for the mock engine", where=str(root), do="run tools/tiny_model.py or publish the sample model first"
+        "MOCK-NO-TOKENIZER",
+        "no tokenizer.json for the mock engine",
+        where=str(root),
+        do="run tools/tiny_model.py or publish the sample model first",
     )
+
+
+if __name__ == "__main__":
+    from dynamo.common.backend.run import run
+
+    run(MockEngine)

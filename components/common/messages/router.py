@@ -30,11 +30,21 @@ class Decision(Config):
     prefill: int | None = Field(None, description="instance id of the prefill worker to pin; null = no advice")
     overlap_blocks: int = Field(0, description="prompt blocks that worker already holds")
     local: bool = Field(False, description="prefill and decode on one worker are cheaper")
-    max_load_tokens: int | None = Field(None, description="load plan: most tokens to load from tiers; null = engine decides")
-    kv_load_tiers: list[dict[str, str]] | None = Field(None, description="load plan: tiers to look in; null = all, [] = none")
+    max_load_tokens: int | None = Field(
+        None, description="load plan: most tokens to load from tiers; null = engine decides"
+    )
+    kv_load_tiers: list[dict[str, str]] | None = Field(
+        None, description="load plan: tiers to look in; null = all, [] = none"
+    )
     error: str = Field("", description="why there is no advice")
 
 
 class Note(Config):
     op: Literal["first", "done"]
     rid: str
+    served: int | None = Field(
+        None, description="done: instance id of the prefill worker that served, as Dynamo reported it; null = not known"
+    )
+    cached_tokens: int | None = Field(
+        None, description="done: prompt tokens the worker had cached, from its own usage; null = not known"
+    )
