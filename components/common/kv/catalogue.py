@@ -4,7 +4,7 @@ One index in three roles: the tier's existence index, the router's view of the s
 sweeper's list. It is advice: stale in either direction costs a bounded miss, because every object
 proves itself at load. Nothing here blocks or does I/O.
 
-Built for 10^6 objects: parallel arrays and an open-addressing table, about 71 bytes an object, all of it
+Built for 10^6 objects: parallel arrays and an open-addressing table, about 72 bytes an object, all of it
 reserved at the start and touched as it fills; no rehash, so no pause. At capacity the worst of a small
 sample is forgotten (the sweeper still finds it by listing) and counted.
 
@@ -22,7 +22,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from components.common.kv.keys import parse_name
+from components.common.kv.retention import Columns, ReuseModel
 
 _EMPTY = 0
 _SAMPLE = 8
@@ -41,6 +44,7 @@ class Entry(NamedTuple):
     hits: int
     saves: float
     parent: int
+    turn: int = 0
 
     @property
     def seconds_saved(self) -> float:
@@ -52,6 +56,7 @@ class Catalogue:
 
     capacity     most objects held; memory is bounded by it
     negative_s   seconds a name reported gone is answered False without asking anybody
+    reuse        learns from every hit here (the sweeper's); None where nobody ranks
     complete_s   seconds after a full listing (or a caught-up journal) during which a name not known counts as absent
     """
 
@@ -61,12 +66,13 @@ class Catalogue:
         *,
         negative_s: float = 30.0,
         complete_s: float = 60.0,
+        reuse: ReuseModel | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not 1 <= capacity < 2**31:
             raise ValueError("capacity is between 1 and 2^31")
         self.capacity, self.clock = capacity, clock
-        self._negative_s, self._complete_s = negative_s, complete_s
+        self._negative_s, self._complete_s, self._reuse = negative_s, complete_s, reuse
         size = 1 << max(4, math.ceil(math.log2(capacity * 1.5)))
         self._mask = size - 1
         zero = bytes(4)
@@ -77,6 +83,7 @@ class Catalogue:
         self._created, self._last_hit = array("I", zero * rows), array("I", zero * rows)
         self._hits, self._cls = array("H", bytes(2 * rows)), array("B", bytes(rows))
         self._saves, self._parent = array("f", zero * rows), array("Q", bytes(8 * rows))
+        self._turn = array("B", bytes(rows))
         self._top = 1  # slot 0 stays unused
         self._free: array[int] = array("I")
         self._count = 0
@@ -112,12 +119,17 @@ class Catalogue:
         self.add(Entry(name, nbytes, cls, now, now, 0, seconds_saved, _fragment(parent)))
         self.counters["puts"] += 1
 
-    def note_hit(self, name: str) -> None:
-        """The object was loaded and proven. A name not known is ignored: listing will bring it."""
+    def note_hit(self, name: str, at: float | None = None) -> None:
+        """The object was loaded and proven (at `at`, default now). A name not known is ignored: listing will bring it."""
         with self._lock:
             slot = self._find(name)
             if slot:
-                self._last_hit[slot] = max(self._last_hit[slot], int(self.clock()))
+                now = self.clock() if at is None else at
+                if self._reuse is not None:
+                    self._reuse.note_hit(
+                        self._cls[slot], self._hits[slot], self._turn[slot], now - self._last_hit[slot]
+                    )
+                self._last_hit[slot] = max(self._last_hit[slot], int(now))
                 self._hits[slot] = min(self._hits[slot] + 1, 65535)
                 self.counters["hits"] += 1
 
@@ -166,6 +178,7 @@ class Catalogue:
                 self._last_hit[slot] = min(max(entry.last_hit, entry.created), _MAX_U32)
                 self._hits[slot] = min(entry.hits, 65535)
                 self._saves[slot], self._parent[slot] = entry.saves, entry.parent
+                self._turn[slot] = min(entry.turn, 255) or self._turn_after(prefix, entry.parent)
                 self._link(slot, key, prefix)
                 self._count += 1
                 self.bytes += min(entry.nbytes, _MAX_U32)
@@ -206,6 +219,31 @@ class Catalogue:
                 ]
             at = stop
             yield from (e for e in found if e.name.startswith(prefix))
+
+    def columns(self, batch: int = 65536) -> Columns:
+        """A copy of all live rows, for ranking; the lock is held for one batch at a time."""
+        sources = (
+            self._prefix,
+            self._nbytes,
+            self._created,
+            self._last_hit,
+            self._hits,
+            self._cls,
+            self._saves,
+            self._parent,
+            self._turn,
+        )
+        parts: list[tuple[np.ndarray, ...]] = []
+        for at in range(1, self._top, batch):
+            with self._lock:
+                slots = np.nonzero(np.frombuffer(self._prefix, "I")[at : min(at + batch, self._top)])[0] + at
+                keys = np.frombuffer(self._keys, np.uint8).reshape(-1, 32)[slots]
+                parts.append((slots, keys, *(np.frombuffer(c, c.typecode)[slots] for c in sources)))
+        if not parts:
+            return Columns.empty(tuple(self._prefixes), tuple(self._classes))
+        return Columns.of(
+            [np.concatenate(p) for p in zip(*parts, strict=True)], tuple(self._prefixes), tuple(self._classes)
+        )
 
     def prefixes(self) -> dict[str, int]:
         """{``<tenant>/<namespace>``: objects}."""
@@ -288,6 +326,23 @@ class Catalogue:
             i = (i + 1) & self._mask
         return 0
 
+    def _turn_after(self, prefix: int, parent: int) -> int:
+        """Turn of a new chunk: its parent's, plus one where the parent had been hit, i.e. an earlier request ended there.
+
+        The first chunks of a chain (a system prompt, hit by everybody) start no turn.
+        """
+        if not parent:
+            return 0
+        key = parent.to_bytes(8, "big")
+        i = self._home(key, prefix)
+        while t := self._table[i]:
+            slot = t - 1
+            if self._prefix[slot] == prefix and self._keys[32 * slot : 32 * slot + 8] == key:
+                begun = self._hits[slot] and self._parent[slot]
+                return min(255, self._turn[slot] + (1 if begun else 0))
+            i = (i + 1) & self._mask
+        return 0
+
     def _home(self, key: bytes | bytearray, prefix: int) -> int:
         return (int.from_bytes(key[:8], "little") ^ (prefix * 0x9E3779B97F4A7C15)) & self._mask
 
@@ -360,7 +415,8 @@ class Catalogue:
         hash_ = self._keys[32 * slot : 32 * slot + 32].hex()
         return Entry(
             f"{self._prefixes[self._prefix[slot]]}/{hash_[:2]}/{hash_}", self._nbytes[slot], self._classes[self._cls[slot]],
-            self._created[slot], self._last_hit[slot], self._hits[slot], self._saves[slot], self._parent[slot],
+            self._created[slot], self._last_hit[slot],
+            self._hits[slot], self._saves[slot], self._parent[slot], self._turn[slot],
         )  # fmt: skip
 
 
