@@ -85,4 +85,5 @@ def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
         return handover
     from components.common.kv.build import kv_transfer_config
 
-    return kv_transfer_config(config.kv.settings, handover)
+    transfer: dict[str, Any] = kv_transfer_config(config.kv.settings, handover)
+    return transfer

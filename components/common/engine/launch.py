@@ -45,6 +45,7 @@ def _serve(config: WorkerConfig) -> None:
     if config.engine_kind == "vllm":
         from components.common.engine import zygote
 
+        zygote.preload_openmp()
         zygote.prepare()  # imports vLLM once, before any thread or runtime exists
     import uvloop
     from dynamo.common.backend.worker import Worker

@@ -129,7 +129,7 @@ class VllmEngine(LLMEngine):
                     if chunk is not None:
                         yield chunk
 
-    def _kv_params(self, request: dict[str, Any], salt: str | None) -> dict[str, Any]:
+    def _kv_params(self, request: Any, salt: str | None) -> dict[str, Any]:
         """kv_transfer_params for the connectors: the handover's part and the tiers' part."""
         params: dict[str, Any] = {}
         if self.config.role == "prefill":
