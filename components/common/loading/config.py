@@ -7,40 +7,38 @@ from typing import Literal
 from pydantic import Field
 
 from components.common.config import Config
+from components.common.registry.config import ReleaseConfig, TrustConfig
 from components.common.storage.config import AccountConfig
 
-
-class TrustConfig(Config):
-    """Which signatures serving accepts. With `require` unset, digests alone prove the bytes (first run on a laptop)."""
-
-    require: Literal["none", "signature", "approval"] = Field("approval", description="none only for local experiments; `status` says so")
-    publisher_keys: tuple[str, ...] = Field((), description="Ed25519 public keys accepted on manifests, hex")
-    approver_keys: tuple[str, ...] = Field((), description="Ed25519 public keys accepted on approvals, hex")
-
-
-class ReleaseConfig(Config):
-    """Which release is served."""
-
-    model: str = Field(description="model name in the registry")
-    version: str = Field("", description="version; empty = follow `channel` once at start")
-    channel: str = Field("current", description="channel field to resolve when no version is given: current | previous")
-    container: str = Field("weights", description="container of the registry")
-    manifest_digest: str = Field("", description="blake3 of the canonical manifest; when given, nothing else is accepted")
+__all__ = ["ReleaseConfig", "TrustConfig", "WeightsConfig"]
 
 
 class WeightsConfig(Config):
     release: ReleaseConfig
     account: AccountConfig
     trust: TrustConfig = TrustConfig()
-    root: str = Field(description="absolute directory for small files: <root>/<weights digest>/ is the engine's model path on every worker")
+    root: str = Field(
+        description="absolute directory for small files: <root>/<weights digest>/ is the engine's model path on every worker"
+    )
     service: str = Field("", description="unix:/path or host:port of the weight service; empty = read Blob directly")
-    service_deadline_s: float = Field(20.0, gt=0, description="seconds to wait for the service before `on_outage` applies")
-    on_outage: Literal["wait", "use_cache", "keep_warm_replicas", "fail"] = Field("use_cache", description="when neither service nor store answers")
-    loader: Literal["dynamo_blob", "auto", "runai_streamer", "modelexpress"] = Field("dynamo_blob", description="others need allow_unverified")
+    service_deadline_s: float = Field(
+        20.0, gt=0, description="seconds to wait for the service before `on_outage` applies"
+    )
+    on_outage: Literal["wait", "use_cache", "keep_warm_replicas", "fail"] = Field(
+        "use_cache", description="when neither service nor store answers"
+    )
+    loader: Literal["dynamo_blob", "auto", "runai_streamer", "modelexpress"] = Field(
+        "dynamo_blob", description="others need allow_unverified"
+    )
     allow_unverified: bool = Field(False, description="accept a loader that does not verify; shown in `status`")
     range_in_flight: int = Field(8, ge=1, le=256, description="most ranges in flight; adapts below it")
-    budget_bytes: int = Field(2 * 2**30, gt=0, description="host memory for ranges in flight and tensors not yet taken by the engine, bytes")
+    budget_bytes: int = Field(
+        2 * 2**30, gt=0, description="host memory for ranges in flight and tensors not yet taken by the engine, bytes"
+    )
     range_retries: int = Field(4, ge=0, description="retries of one range over all its sources")
     range_deadline_s: float = Field(30.0, gt=0, description="seconds one range may take on one source")
     deadline_s: float = Field(600.0, gt=0, description="seconds the whole load may take")
-    report: str = Field("", description="JSON file the loader writes its counters to (verified bytes, bytes by source, retries, seconds); empty = none")
+    report: str = Field(
+        "",
+        description="JSON file the loader writes its counters to (verified bytes, bytes by source, retries, seconds); empty = none",
+    )

@@ -31,9 +31,13 @@ class FileEntry(Config):
     size: int = Field(ge=0, description="bytes")
     blake3: str = Field(description="hex digest of the whole file")
     sha256: str = Field(description="hex digest of the whole file, for OpenSSF model-signing tools")
-    blob: str = Field(description="blob name in the registry's container (objects/<blake3>), or in `container` when adopted")
+    blob: str = Field(
+        description="blob name in the registry's container (objects/<blake3>), or in `container` when adopted"
+    )
     container: str = Field("", description="container of an adopted file; empty = the registry's own")
-    ranges: tuple[str, ...] = Field(description="blake3 hex of each `range_bytes` piece, in order; the last may be short")
+    ranges: tuple[str, ...] = Field(
+        description="blake3 hex of each `range_bytes` piece, in order; the last may be short"
+    )
 
 
 class TensorEntry(Config):
@@ -55,7 +59,9 @@ class Manifest(Config):
     files: tuple[FileEntry, ...] = Field(description="sorted by path")
     tensors: tuple[TensorEntry, ...] = Field(description="sorted by (file, begin)")
     weights_digest: str = Field(description="blake3 hex over the sorted file digests, see `weights_digest`")
-    provenance: dict[str, Any] = Field(default_factory=dict, description="source, tool, versions, licence, remote_code flag")
+    provenance: dict[str, Any] = Field(
+        default_factory=dict, description="source, tool, versions, licence, remote_code flag"
+    )
 
     def canonical(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, UTF-8, one trailing newline. These bytes are what is signed."""

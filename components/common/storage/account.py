@@ -166,7 +166,9 @@ class Account:
 
     def get_with_etag(self, container: str, name: str, offset: int = 0, length: int | None = None) -> tuple[bytes, str]:
         with self.errors(container, name):
-            stream = self.blob(container, name).download_blob(offset=offset or None, length=length, max_concurrency=1)
+            stream = self.blob(container, name).download_blob(
+                offset=offset if offset or length is not None else None, length=length, max_concurrency=1
+            )
             return stream.readall(), str(stream.properties.etag)
 
     def head(self, container: str, name: str) -> BlobInfo:
@@ -233,13 +235,15 @@ class Account:
 
     def append_open(self, container: str, name: str) -> None:
         """Create an empty append blob unless there is one."""
+        if self.find(container, name):  # first, because creating over an existing blob asks for more rights
+            return
         if self.hook:
             self.hook(f"append-open {container}/{name}")
         try:
             with self.errors(container, name):
                 self.blob(container, name).create_append_blob(match_condition=MatchConditions.IfMissing)
         except StorageError as e:
-            if e.code != "STORAGE-CONFLICT":
+            if e.code not in ("STORAGE-CONFLICT", "STORAGE-FORBIDDEN") or not self.find(container, name):
                 raise
 
     def append(self, container: str, name: str, data: bytes, *, at: int) -> None:

@@ -21,15 +21,24 @@ class CredentialConfig(Config):
     kind: Literal["sas_file", "entra", "key_file"]
     path: str = Field("", description="absolute path for sas_file and key_file")
     client_id: str = Field("", description="user-assigned identity for entra; empty = the chain's default")
-    chain: tuple[str, ...] = Field((), description="entra: names of the credentials to try, in order; empty = default chain")
+    chain: tuple[str, ...] = Field(
+        (), description="entra: names of the credentials to try, in order; empty = default chain"
+    )
 
 
 class AccountConfig(Config):
     """One storage account as seen by one component."""
 
-    url: str = Field(description="blob endpoint, e.g. http://127.0.0.1:10000/devstoreaccount1 or https://acct.blob.core.windows.net")
+    url: str = Field(
+        description="blob endpoint, e.g. http://127.0.0.1:10000/devstoreaccount1 or https://acct.blob.core.windows.net"
+    )
     credential: CredentialConfig
     ca_bundle: str = Field("", description="PEM file for https endpoints with a private CA; empty = system store")
-    retries: int = Field(2, ge=0, le=10, description="retries per request beyond the first try; bounded so that an outage shows in seconds")
+    retries: int = Field(
+        2,
+        ge=0,
+        le=10,
+        description="retries per request beyond the first try; bounded so that an outage shows in seconds",
+    )
     connect_timeout_s: float = Field(3.0, gt=0, description="seconds to connect")
     read_timeout_s: float = Field(15.0, gt=0, description="seconds without a byte before a request counts as stalled")
