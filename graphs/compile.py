@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from components.common.engine.config import EngineArgs, KvConfig, WorkerConfig
 from components.common.errors import DynamoBlobError
 from components.common.loading.config import ReleaseConfig, TrustConfig, WeightsConfig
+from components.common.storage.azurite import AzuriteConfig
 from components.frontend.config import GatewayConfig
 from components.weights.config import WeightServiceConfig
 from graphs import env as environment
@@ -133,9 +134,11 @@ class _Compiler:
         trust, release = self.spec.trust, self.site.release
         require = trust.require if trust else ("local" if self.spec.storage.embedded == "azurite" else "approval")
         if require == "local":  # keys that `serve` made on this machine; without them digests alone prove the bytes
-            known = bool(release.publisher_keys and release.approver_keys)
+            known: Literal["approval", "signature", "none"] = (
+                "approval" if release.approver_keys else "signature" if release.publisher_keys else "none"
+            )
             return TrustConfig(
-                require="approval" if known else "none",
+                require=known,
                 publisher_keys=release.publisher_keys,
                 approver_keys=release.approver_keys,
             )
@@ -199,19 +202,16 @@ class _Compiler:
     # -- the components
 
     def azurite(self) -> Process:
-        port = self.site.port(self.spec, "azurite")
-        data = self.site.state / "azurite"
-        # Not --silent: the access log is the store's own count of what it served.
-        argv = [
-            *self.site.node, "--skipApiVersionCheck", "--disableTelemetry", "--location", str(data),
-            "--blobHost", LOOPBACK, "--blobPort", str(port), "--blobKeepAliveTimeout", "60",
-        ]  # fmt: skip
+        port, data = self.site.port(self.spec, "azurite"), self.site.state / "azurite"
+        config = AzuriteConfig(
+            data_dir=str(data), port=port, accounts={name: str(self.site.account_key(name)) for name in EMBEDDED_ACCOUNTS.values()},
+            access_log=str(self.site.run / "logs" / "azurite.access.jsonl"),
+        )  # fmt: skip
         return self.process(
-            "azurite", 0, ComponentSpec(drain_s=5.0), argv, env={"NODE_ENV": "production"},
-            secret_env={"AZURITE_ACCOUNTS": str(self.site.state / "keys" / "azurite.accounts")},
-            ports=(Port(name="blob", number=port, purpose=f"Blob API for {', '.join(EMBEDDED_ACCOUNTS.values())}"),),
-            probe=Probe(tcp=f"{LOOPBACK}:{port}", deadline_s=60), identity="issuer", memory_bytes=400 << 20,
-            volumes=(Volume(name="store", path=str(data)),),
+            "azurite", 0, ComponentSpec(drain_s=5.0), [self.site.python, "-m", "components.common.storage.azurite"], config=config, env=self.env.python(),
+            ports=(Port(name="blob", number=port, purpose=f"Blob API of {', '.join(EMBEDDED_ACCOUNTS.values())}"),),
+            probe=Probe(tcp=f"{LOOPBACK}:{port}", deadline_s=60), identity="issuer", secrets=tuple(config.accounts.values()),
+            memory_bytes=400 << 20, volumes=(Volume(name="store", path=str(data)),),
         )  # fmt: skip
 
     def weights(self, i: int) -> Process:
@@ -301,9 +301,12 @@ class _Compiler:
         return self.process(
             "router", i, spec, [site.python, "-m", "router"], config=config, env=self.env.dynamo(),
             ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"),), sockets=(str(site.sockets / sock),),
-            probe=Probe(http=f"http://{host}:{port}/health", deadline_s=60), inotify=self.inotify(INOTIFY_ROUTER), memory_bytes=200 << 20,
+            probe=Probe(http=f"http://{host}:{port}/health", deadline_s=self.slowest_s() + 30), inotify=self.inotify(INOTIFY_ROUTER), memory_bytes=200 << 20,
             talks_to=tuple(w.role for w in self.workers),
         )  # fmt: skip
+
+    def slowest_s(self) -> float:
+        return max(w.profile.ready_deadline_s for w in self.workers)
 
     def inotify(self, instances: int) -> int:
         return instances if self.spec.runtime.discovery == "file" else 0
@@ -331,7 +334,7 @@ class _Compiler:
         config = GatewayConfig(
             name=f"frontend-{i}", listen=f"{host}:{port}",
             upstream=f"http://{LOOPBACK}:{site.port(self.spec, 'dynamo-frontend', i % max(1, self.spec.components.dynamo_frontend.replicas))}",
-            served_model=self.spec.served_model, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
+            served_model=self.spec.served_model, engine_kind=self.spec.engine.kind, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
             max_model_len=min(w.args.max_model_len for w in self.workers), block_size=self.first.args.block_size,
             router=site.unix(f"router-{i % router.replicas}.sock") if router and router.replicas else "",
             router_deadline_ms=router.decide_deadline_ms if router else 50.0, auth=spec.auth,
@@ -342,7 +345,7 @@ class _Compiler:
         return self.process(
             "frontend", i, spec, [site.python, "-m", "components.frontend"], config=config, env=self.env.python(),
             ports=(Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),),
-            probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=max(w.profile.ready_deadline_s for w in self.workers) + 30),
+            probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60),
             memory_bytes=250 << 20, talks_to=("dynamo-frontend", *(("router",) if router else ())),
         )  # fmt: skip
 

@@ -71,10 +71,6 @@ class Process(Config):
         default_factory=dict,
         description="every variable we set; the rest of the launcher's environment is not passed but PATH, HOME, LANG, TZ",
     )
-    secret_env: dict[str, str] = Field(
-        default_factory=dict,
-        description="variable -> absolute path of a 0600 file that holds its value; read at spawn, never printed",
-    )
     cwd: str = Field(
         "", description="working directory; inside the run directory, which also marks the process as ours"
     )

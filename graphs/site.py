@@ -51,7 +51,6 @@ class Site:
     state: Path
     release: Release = field(default_factory=Release)
     python: str = sys.executable
-    node: tuple[str, ...] = ("azurite-blob",)
     kind: str = "local"
 
     @property
@@ -68,6 +67,10 @@ class Site:
 
     def port(self, spec: GraphSpec, component: str, replica: int = 0) -> int:
         return spec.network.base_port + OFFSETS[component] + replica
+
+    def account_key(self, account: str) -> Path:
+        """File with the key of one embedded account."""
+        return self.state / "keys" / f"{account}.key"
 
     def credential(self, identity: str, role: str) -> Path:
         """SAS file of one identity for one account."""

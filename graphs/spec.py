@@ -76,8 +76,8 @@ class AccountSpec(Spec):
 
     url: str = Field("", description="https://ACCOUNT.blob.core.windows.net; empty = the embedded store")
     container: str = Field(
-        pattern=r"^[a-z0-9](-?[a-z0-9]){0,54}$",
-        description="container (kv: prefix of one container per retention class)",
+        pattern=r"^[a-z0-9](-?[a-z0-9]){2,62}$",
+        description="container (kv: of retention classes that name none)",
     )
     sas_file: str = Field(
         "", description="file with a SAS when `serve` runs against a real account; empty = azure-identity"
@@ -89,7 +89,7 @@ class StorageSpec(Spec):
         "none", description="azurite = a local stand-in started with the graph"
     )
     weights: AccountSpec = AccountSpec(container="weights")
-    kv: AccountSpec = AccountSpec(container="kv")
+    kv: AccountSpec = AccountSpec(container="kv-default")
 
 
 class EngineSpec(Spec):

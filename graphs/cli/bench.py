@@ -1,7 +1,7 @@
 """Run a benchmark by name and write its raw samples.
 
-    dynamo bench                      the benchmarks there are
-    dynamo bench NAME [--quick] --json FILE
+dynamo bench                      the benchmarks there are
+dynamo bench NAME [--quick] --json FILE
 """
 
 from __future__ import annotations

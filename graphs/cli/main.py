@@ -1,0 +1,108 @@
+"""`dynamo VERB`: every module of graphs.cli is a verb with `add(parser)` and `run(args) -> exit code`.
+
+Every verb takes ``--json`` (its own form, or a flag given here) and exits non-zero on failure. Errors
+are printed as what, where, why and what to do; a traceback that reaches a user is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import sys
+
+import graphs.cli
+from components.common.errors import DynamoBlobError, nearest
+
+NOT_VERBS = {"main"}
+
+
+def verbs() -> list[str]:
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(graphs.cli.__path__)
+        if m.name not in NOT_VERBS and not m.name.startswith("_")
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    wants_json = "--json" in argv or any(a.startswith("--json=") for a in argv)
+    try:
+        return _dispatch(argv)
+    except DynamoBlobError as e:
+        return _failed(e, wants_json)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as e:
+        if os.environ.get("DYNAMO_BLOB_TRACEBACK"):
+            raise
+        return _failed(
+            DynamoBlobError(
+                "CLI-FAULT",
+                "a fault of this program",
+                why=f"{type(e).__name__}: {e}",
+                do="set DYNAMO_BLOB_TRACEBACK=1 and report what it prints",
+            ),
+            wants_json,
+        )
+
+
+def _failed(error: DynamoBlobError, as_json: bool) -> int:
+    print(
+        json.dumps({"error": error.as_json()}) if as_json else str(error),
+        file=sys.stdout if as_json else sys.stderr,
+        flush=True,
+    )
+    return 1
+
+
+def _dispatch(argv: list[str]) -> int:
+    names = verbs()
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help(names))
+        return 0 if argv else 2
+    verb = argv[0]
+    if verb in ("--version", "version"):
+        from importlib.metadata import version
+
+        print(f"dynamo-blob {version('dynamo-blob')}")
+        return 0
+    if verb not in names:
+        raise DynamoBlobError(
+            "CLI-VERB-UNKNOWN", f"there is no verb '{verb}'", why=nearest(verb, names), do="dynamo help"
+        )
+    module = importlib.import_module(f"graphs.cli.{verb}")
+    parser = argparse.ArgumentParser(
+        prog=f"dynamo {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add(parser)
+    if "--json" not in parser._option_string_actions:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return int(module.run(parser.parse_args(argv[1:])) or 0)
+
+
+def _help(names: list[str]) -> str:
+    lines = ["usage: dynamo VERB ...        dynamo VERB --help", ""]
+    for name in names:
+        lines.append(f"  {name:<10} {_summary(name)}")
+    return "\n".join(lines)
+
+
+def _summary(name: str) -> str:
+    """First line of the verb's docstring, read without importing it: help must be quick."""
+    import ast
+    from pathlib import Path
+
+    path = Path(next(iter(graphs.cli.__path__))) / f"{name}.py"
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return text.splitlines()[0] if text else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

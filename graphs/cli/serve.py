@@ -1,0 +1,127 @@
+"""start a graph on this machine and keep it running
+
+    dynamo serve graphs/disagg.yaml [--set components.decode.replicas=2] [--dry-run]
+    dynamo serve graphs/disagg.yaml --smoke "What is the capital of France?" --json smoke.json
+
+One live table shows every process and why it is not ready. Ctrl-C drains, a second Ctrl-C kills.
+--smoke starts, asks, proves every hop by the parts' own counters and stops. Exit 0 only if all held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+from pathlib import Path
+
+from components.common.errors import DynamoBlobError
+from graphs.compile import compile_plan
+from graphs.env import PASSED
+from graphs.launch import runs
+from graphs.launch.session import Session
+from graphs.launch.table import View, phase_table
+from graphs.load import read_graph
+from graphs.plan import Plan
+from graphs.site import Site
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="graph file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a value of the graph, e.g. components.decode.replicas=2",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print argv and environment of every process, start nothing"
+    )
+    parser.add_argument("--smoke", metavar="QUESTION", help="start, ask, prove every hop, stop")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="with --smoke or --dry-run: write the result there (- = stdout); else the status once ready",
+    )
+    parser.add_argument("--state", type=Path, default=None, help="state directory (default .state of the checkout)")
+    parser.add_argument("--quiet", action="store_true", help="no table")
+
+
+def run(args: argparse.Namespace) -> int:
+    state = (args.state or runs.default_state()).absolute()
+    if args.dry_run:
+        return dry_run(args, state)
+    with View(args.quiet) as view:
+        session = Session(args.graph, args.set, state, view)
+        if args.smoke is not None:
+            from graphs.smoke import smoke
+
+            return int(smoke(session, args.smoke, args.json))
+
+        asyncio.run(_serve(session, args.json))
+    return 0
+
+
+async def _serve(session: Session, json_file: str | None) -> None:
+    async def announce() -> None:
+        await session.planned.wait()
+        assert session.supervisor is not None
+        await session.supervisor.ready.wait()
+        session.view.say("")
+        session.view.console.print(phase_table(session.supervisor.phases)) if not session.view.quiet else None
+        session.view.say(
+            f"ready: {session.supervisor.plan.endpoint}/v1  model {session.graph.spec.served_model}  logs in {session.supervisor.run_dir}/logs"
+        )
+        if json_file:
+            emit(json_file, {**session.supervisor.snapshot(), "phases": session.supervisor.phases})
+
+    task = asyncio.create_task(announce())
+    try:
+        await session.run()
+    finally:
+        task.cancel()
+
+
+def emit(file: str, value: object) -> None:
+    text = json.dumps(value, indent=1)
+    if file == "-":
+        print(text, flush=True)
+        return
+    try:
+        Path(file).write_text(text + "\n")
+    except OSError as e:
+        raise DynamoBlobError("CLI-WRITE", "the JSON file cannot be written", where=file, why=str(e.strerror)) from None
+
+
+def dry_run(args: argparse.Namespace, state: Path) -> int:
+    """Every process as it would run. The release's digests are filled in when this store knows them."""
+    from graphs.launch import store
+
+    graph = read_graph(args.graph, args.set)
+    site = Site(run=state / "runs" / f"dry-run-{graph.spec.graph}", state=state)
+    release = store.known_release(graph, site) if graph.spec.storage.embedded == "azurite" else None
+    if release is not None:
+        site = Site(run=site.run, state=state, release=release)
+    plan = compile_plan(graph, site)
+    if args.json:
+        emit(args.json, plan.model_dump(mode="json"))
+    else:
+        print(as_shell(plan))
+    return 0
+
+
+def as_shell(plan: Plan) -> str:
+    """The plan as shell commands that can be run by hand, in start order. Secrets are files; only their paths appear."""
+    lines = ["# every process of the graph, runnable by hand; nothing but these variables reaches it", "set -u"]
+    lines += [f"mkdir -p {' '.join(shlex.quote(d) for d in plan.dirs)}", ""]
+    passed = " ".join(f'{name}="${{{name}-}}"' for name in PASSED)
+    for p in plan.processes:
+        after = f"  (after {', '.join(p.after)})" if p.after else ""
+        lines.append(f"# {p.name}{after}")
+        if p.config is not None:
+            lines += [f"cat > {shlex.quote(p.config_path)} <<'JSON'", json.dumps(p.config, indent=1), "JSON"]
+        lines.append(f"cd {shlex.quote(p.cwd)} && env -i {passed} \\")
+        lines += [f"  {shlex.quote(f'{k}={v}')} \\" for k, v in p.env.items()]
+        lines += [f"  {shlex.join(p.argv)} &", ""]
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""Run directories: one per start, with everything about it; and what a dead launcher left behind.
+
+.state/runs/<time>-<graph>/
+  state.json      who runs, in which state (rewritten by rename); `phase: closed` once nothing is left
+  plan.json       the compiled plan            phases.json   where the start's time went
+  logs/ plans/ reports/ credentials/ discovery/ cwd/ s/ (sockets)      control.sock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from components.common.errors import DynamoBlobError
+from graphs.launch import proc
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KEEP_RUNS = 20
+
+
+def default_state() -> Path:
+    return REPOSITORY / ".state"
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=1))
+    os.replace(temporary, path)
+
+
+@dataclass
+class Run:
+    """One run directory, as read from its state.json."""
+
+    path: Path
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        try:
+            state = json.loads((path / "state.json").read_text())
+        except (OSError, ValueError):
+            state = {}
+        return cls(path, state)
+
+    @property
+    def launcher_alive(self) -> bool:
+        who = self.state.get("launcher") or {}
+        return bool(who) and proc.alive(who["pid"], who["start"])
+
+    @property
+    def closed(self) -> bool:
+        return self.state.get("phase") in ("closed", "swept")
+
+    @property
+    def sessions(self) -> set[int]:
+        return {int(s) for s in self.state.get("sessions", [])}
+
+
+def all_runs(state: Path) -> list[Run]:
+    """Newest first."""
+    folder = state / "runs"
+    return [Run.read(p) for p in sorted(folder.iterdir(), reverse=True) if p.is_dir()] if folder.is_dir() else []
+
+
+def live_run(state: Path, graph: str = "") -> Run:
+    """The newest run whose launcher lives. Raises LAUNCH-NOT-RUNNING."""
+    for run in all_runs(state):
+        if run.launcher_alive and not run.closed and (not graph or run.state.get("graph") == graph):
+            return run
+    raise DynamoBlobError(
+        "LAUNCH-NOT-RUNNING",
+        "no graph runs here",
+        where=str(state / "runs"),
+        do="start one: dynamo serve graphs/disagg.yaml",
+    )
+
+
+def new_run(state: Path, graph: str) -> Path:
+    stem = time.strftime("%Y%m%d-%H%M%S") + f"-{graph}"
+    (state / "runs").mkdir(parents=True, exist_ok=True)
+    for n in range(1, 1000):
+        path = state / "runs" / (stem if n == 1 else f"{stem}-{n}")
+        try:
+            path.mkdir(mode=0o700)
+            return path
+        except FileExistsError:
+            continue
+    raise DynamoBlobError("LAUNCH-RUN-DIR", "no free name for a run directory", where=str(state / "runs"))
+
+
+def sweep(state: Path) -> list[str]:
+    """End what dead launchers left: processes, shared memory, sockets, credentials. Returns what was done, in words."""
+    done = []
+    for run in all_runs(state):
+        if run.closed or run.launcher_alive or not _abandoned(run):
+            continue
+        before = proc.members(run.path, run.sessions)
+        survivors = proc.end(run.path, run.sessions)
+        if survivors:
+            raise DynamoBlobError(
+                "LAUNCH-LEFTOVER", "processes of an earlier run cannot be ended", where=str(run.path), why=f"pids {survivors}",
+                do="end them by hand, then start again",
+            )  # fmt: skip
+        files = remove_traces(run)
+        write_json(run.path / "state.json", {**run.state, "phase": "swept"})
+        if before or files:
+            done.append(f"{run.path.name}: ended {len(before)} processes, removed {len(files)} shared-memory files")
+    for run in all_runs(state)[KEEP_RUNS:]:
+        if run.closed:
+            shutil.rmtree(run.path, ignore_errors=True)
+    return done
+
+
+def _abandoned(run: Run) -> bool:
+    """A directory without a launcher in its state may be a run that starts this very moment: only after a minute it is not."""
+    return bool(run.state.get("launcher")) or time.time() - run.path.stat().st_mtime > 60
+
+
+def remove_traces(run: Run) -> list[str]:
+    """Everything of an ended run that must not stay: shared memory, sockets, credentials, discovery entries."""
+    files = proc.unlink_shm(run.state.get("shm_files", []))
+    shm = run.state.get("shm_dir", "")
+    if shm.startswith("/dev/shm/dynamo-blob-") and Path(shm).is_dir():
+        files.append(shm)
+        _remove_tree(Path(shm))
+    for name in ("s", "credentials", "discovery", "cwd"):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+    (run.path / "control.sock").unlink(missing_ok=True)
+    return files
+
+
+def _remove_tree(path: Path) -> None:
+    """Cached weights are read-only on purpose (0444 in 0555 directories); removing them needs the directories writable."""
+    for folder, _, _ in os.walk(path):
+        os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class Lock:
+    """An exclusive lock on a state directory's embedded store: two Azurites on one directory destroy it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+")  # noqa: SIM115 - held for the life of the run
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise DynamoBlobError(
+                "LAUNCH-STORE-BUSY", "another graph uses this embedded store", where=str(path.parent), why="its launcher holds the lock",
+                do="stop it (`dynamo stop`), or start with --state ANOTHER_DIRECTORY",
+            ) from None  # fmt: skip
+
+    def release(self) -> None:
+        self._file.close()

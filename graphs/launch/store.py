@@ -1,0 +1,253 @@
+"""The embedded store of a local graph: account keys, SAS files per identity, and publishing what is missing.
+
+The launcher plays the parts that workload identities, role assignments and a release pipeline play on AKS.
+What it published is remembered beside the store's data, so that a later start can plan at once; the
+record only saves time: the weight service checks every digest against the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from components.common.errors import DynamoBlobError, nearest
+from components.common.registry.config import ReleaseConfig, TrustConfig
+from components.common.registry.layout import Layout
+from components.common.registry.progress import Progress as Step
+from components.common.registry.publish import publish_directory
+from components.common.registry.release import resolve
+from components.common.registry.signing import SigningKey
+from components.common.storage.account import Account
+from components.common.storage.azurite import ensure_key
+from components.common.storage.config import AccountConfig, CredentialConfig
+from components.common.storage.sas import Grant, Role, SasIssuer
+from graphs.launch.runs import REPOSITORY, write_json
+from graphs.load import Graph
+from graphs.site import EMBEDDED_ACCOUNTS, Release, Site
+from graphs.spec import GraphSpec
+
+Progress = Callable[[str], None]
+IDENTITIES: dict[str, dict[str, Role]] = {
+    "weights": {
+        "serving": "serving",
+        "serving-weights-only": "serving",
+        "publisher": "publisher",
+        "approver": "approver",
+    },
+    "kv": {"serving": "kv"},
+}
+"""Account -> identity -> what its SAS allows. The file is credentials/<identity>.<account>.json in the run directory."""
+SAMPLES = {"smollm2-135m-instruct": "tools.sample_model", "tiny-full": "tools.tiny_model"}
+
+
+def prepare(graph: Graph, site: Site) -> SasIssuer:
+    """Make account keys where there are none and write a SAS file for every identity; renewed until closed."""
+    spec, grants = graph.spec, []
+    for role, account in EMBEDDED_ACCOUNTS.items():
+        key = site.account_key(account)
+        ensure_key(key)
+        url = site.account_url(spec, role)
+        for identity, right in IDENTITIES[role].items():
+            grants.append(
+                Grant(site.credential(identity, role), url, key, right, container=spec.storage.weights.container)
+            )
+    return SasIssuer(grants).start()
+
+
+def account(graph: Graph, site: Site, role: str, identity: str) -> AccountConfig:
+    """An account as the launcher itself uses it, under one of the identities it issued."""
+    return AccountConfig(
+        url=site.account_url(graph.spec, role),
+        credential=CredentialConfig(kind="sas_file", path=str(site.credential(identity, role))),
+    )
+
+
+def key_account(graph: Graph, site: Site, role: str) -> AccountConfig:
+    """With the account key: for what no SAS may do (creating containers)."""
+    return AccountConfig(
+        url=site.account_url(graph.spec, role),
+        credential=CredentialConfig(kind="key_file", path=str(site.account_key(EMBEDDED_ACCOUNTS[role]))),
+    )
+
+
+def record_path(site: Site) -> Path:
+    return site.state / "azurite" / "dynamo-blob-releases.json"
+
+
+def known_release(graph: Graph, site: Site) -> Release | None:
+    """The release as an earlier start published it here; None when it must be looked up or published first.
+
+    A directory that changed since then is not what was published under this version: that is refused, versions are immutable.
+    """
+    model = graph.spec.model
+    if not model.version:
+        return None
+    try:
+        entry = json.loads(record_path(site).read_text())[f"{model.name}/{model.version}"]
+    except (OSError, ValueError, KeyError):
+        return None
+    source = source_directory(graph) if model.source and not model.source.startswith("sample:") else None
+    if source is not None and source.is_dir() and entry.get("fingerprint") not in ("", fingerprint(source)):
+        raise DynamoBlobError(
+            "RELEASE-SOURCE-CHANGED", f"{model.name} {model.version} was published from other files", where=graph.place("model", "source"),
+            why=f"{source} changed since; a version never changes", do="give model.version a new value",
+        )  # fmt: skip
+    return Release(
+        model.version,
+        entry["manifest_digest"],
+        entry["weights_digest"],
+        tuple(entry.get("publisher_keys", ())),
+        tuple(entry.get("approver_keys", ())),
+    )
+
+
+def remember(graph: Graph, site: Site, release: Release) -> None:
+    try:
+        known = json.loads(record_path(site).read_text())
+    except (OSError, ValueError):
+        known = {}
+    source = source_directory(graph) if graph.spec.model.source else None
+    known[f"{graph.spec.model.name}/{release.version}"] = {
+        "manifest_digest": release.manifest_digest, "weights_digest": release.weights_digest,
+        "publisher_keys": release.publisher_keys, "approver_keys": release.approver_keys,
+        "fingerprint": fingerprint(source) if source and source.is_dir() else "",
+    }  # fmt: skip
+    write_json(record_path(site), known)
+
+
+def fingerprint(directory: Path) -> str:
+    """Changes when a file of the directory does, by name, size and time: reading every byte would cost the start seconds."""
+    rows = [
+        (str(p.relative_to(directory)), s.st_size, s.st_mtime_ns)
+        for p in sorted(directory.rglob("*"))
+        if p.is_file() and (s := p.stat())
+    ]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+def source_directory(graph: Graph) -> Path:
+    """Directory of `model.source`. Raises RELEASE-SOURCE for a sample nobody knows."""
+    source = graph.spec.model.source
+    if not source.startswith("sample:"):
+        return (Path(graph.document.name).parent / source).resolve()
+    name = source.removeprefix("sample:")
+    if name not in SAMPLES:
+        raise DynamoBlobError(
+            "RELEASE-SOURCE",
+            f"there is no sample model '{name}'",
+            where=graph.place("model", "source"),
+            do=nearest(name, SAMPLES),
+        )
+    return REPOSITORY / ".state" / "models" / name
+
+
+def materialise_source(graph: Graph, say: Progress) -> Path:
+    """The model directory, a sample made if it is not there yet."""
+    directory = source_directory(graph)
+    if not (directory / "config.json").is_file() and graph.spec.model.source.startswith("sample:"):
+        say(f"making the sample model {directory.name} (once, about 30 s)")
+        import importlib
+
+        module = importlib.import_module(SAMPLES[directory.name])
+        if directory.name.startswith("tiny-"):
+            module.build(directory.name.removeprefix("tiny-"), directory, directory.parent / "smollm2-135m-instruct")
+        else:
+            module.build(directory)
+    if not (directory / "config.json").is_file():
+        raise DynamoBlobError(
+            "RELEASE-SOURCE", "the model directory holds no model", where=graph.place("model", "source"), why=f"no config.json in {directory}",
+            do="give a directory with config.json, tokenizer and safetensors, or sample:NAME",
+        )  # fmt: skip
+    return directory
+
+
+def local_key(site: Site, who: str) -> SigningKey:
+    """A signing key of this machine, made on first use. Publisher and approver differ."""
+    path = site.state / "keys" / f"{who}.pem"
+    if not path.exists():
+        SigningKey.generate().write(path)
+    return SigningKey.open(path)
+
+
+def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
+    """The release the graph names, published from `model.source` when the embedded store lacks it. Blocking."""
+    spec = graph.spec
+    layout = Layout(spec.storage.weights.container)
+    with (
+        closing(Account(key_account(graph, site, "weights"))) as owner,
+        closing(Account(key_account(graph, site, "kv"))) as kv,
+    ):
+        for name in layout.containers:
+            owner.ensure_container(name)
+        kv.ensure_container(spec.storage.kv.container)
+    publisher = local_key(site, "publisher")
+    release = Release(publisher_keys=(publisher.public,))
+    with closing(Account(account(graph, site, "weights", "publisher"))) as store:
+        model, version = spec.model.name, spec.model.version
+        if not version or store.find(layout.container, layout.signature(model, version)) is not None:
+            trust = TrustConfig(require="none" if foreign(spec) else "signature", publisher_keys=release.publisher_keys)
+            found = resolve(
+                store,
+                ReleaseConfig(model=model, version=version, channel=spec.model.channel, container=layout.container),
+                trust,
+                record=False,
+            )
+            release = replace(
+                release,
+                version=found.manifest.version,
+                manifest_digest=found.digest,
+                weights_digest=found.manifest.weights_digest,
+            )
+        elif not spec.model.source:
+            raise DynamoBlobError(
+                "RELEASE-MISSING", f"the embedded store has no {model} {version}", where=graph.place("model", "version"),
+                do="publish it (`dynamo publish`), or name a `source` the graph may publish itself",
+            )  # fmt: skip
+        else:
+            directory = materialise_source(graph, say)
+            done = publish_directory(
+                store,
+                layout.container,
+                directory,
+                model,
+                version,
+                key=publisher,
+                provenance=provenance(directory),
+                progress=_percent(say),
+            )
+            say(f"published {model} {version}: {done.uploaded / 1e6:.0f} MB in {done.hash_s + done.upload_s:.1f} s")
+            release = replace(
+                release, version=version, manifest_digest=done.digest, weights_digest=done.manifest.weights_digest
+            )
+    remember(graph, site, release)
+    return release
+
+
+def foreign(spec: GraphSpec) -> bool:
+    """Does the graph name its own trust, so that this machine's keys say nothing?"""
+    return spec.trust is not None and spec.trust.require != "local"
+
+
+def provenance(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / "provenance.json").read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {"source": directory.name}
+
+
+def _percent(say: Progress) -> Callable[[Step], None]:
+    last = {"hash": -1, "upload": -1}
+
+    def report(step: Step) -> None:
+        quarter = 4 * step.done // max(1, step.total)
+        if quarter > last.get(step.phase, -1):
+            last[step.phase] = quarter
+            say(f"{step.phase}: {step.done / 1e6:.0f} of {step.total / 1e6:.0f} MB, {step.rate / 1e6:.0f} MB/s")
+
+    return report
