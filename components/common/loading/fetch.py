@@ -1,0 +1,124 @@
+"""One range from somewhere, verified: sources in order, a retry budget, a deadline.
+
+Contract of `Fetcher.fetch`: when it returns, `view` holds bytes whose digest is the manifest's. Otherwise
+it raises. No other origin than the manifest's own blob is ever asked.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from blake3 import blake3
+
+from components.common.errors import DynamoBlobError
+from components.common.loading.inflight import InFlight
+from components.common.loading.plan import RangeJob
+from components.common.loading.report import Report
+from components.common.storage.errors import StorageError
+from components.common.storage.ranges import RangeReader
+
+_BACKOFF_S = 0.2
+_BACKOFF_MOST_S = 5.0
+
+
+class Stopped(Exception):
+    """The load was given up for another reason."""
+
+
+def mismatch(
+    job_file: str, index: int, begin: int, end: int, expected: str, found: str, source: str
+) -> DynamoBlobError:
+    return DynamoBlobError(
+        "WEIGHTS-DIGEST-MISMATCH", "weight bytes are not those of the release", where=f"{job_file} bytes {begin}-{end - 1} (range {index}) from {source}",
+        why=f"expected blake3 {expected}, found {found}",
+        do="the stored object was changed or damaged: run `dynamo release verify`, then publish again under a new version",
+        file=job_file, range=index, begin=begin, end=end, expected=expected, found=found, source=source,
+    )  # fmt: skip
+
+
+class Fetcher:
+    """Reads ranges from Blob.
+
+    retries      tries beyond the first, per range.
+    range_s      seconds one try may take; `deadline` (time.monotonic()) ends everything.
+    verify       False only in benchmarks, to measure what verification costs.
+    """
+
+    def __init__(
+        self, reader: RangeReader, container: str, report: Report, *, retries: int, range_s: float, deadline: float,
+        gate: InFlight | None = None, stopped: Callable[[], bool] = lambda: False, verify: bool = True, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.reader, self.container, self.report = reader, container, report
+        self.retries, self.range_s, self.deadline = retries, range_s, deadline
+        self.gate, self.stopped, self.verify = gate, stopped, verify
+        self._random = random.Random(seed)
+
+    def fetch(self, job: RangeJob, view: memoryview) -> None:
+        error: DynamoBlobError | None = None
+        for attempt in range(self.retries + 1):
+            if self.stopped():
+                raise Stopped
+            if error is not None:
+                self.report.add("retries")
+                self._pause(attempt, error)
+            try:
+                self._from_blob(job, view)
+                self.report.fetched("blob", len(view))
+                return
+            except DynamoBlobError as e:
+                error = e
+                if isinstance(e, StorageError) and not e.retryable and e.code not in _ONCE_MORE:
+                    break
+                if e.code in _ONCE_MORE and attempt >= 1:
+                    break  # read twice, wrong twice: it is stored so
+            if time.monotonic() >= self.deadline:
+                break
+        assert error is not None
+        raise error
+
+    def _from_blob(self, job: RangeJob, view: memoryview) -> None:
+        hasher = blake3() if self.verify else None
+        now = time.monotonic()
+        end = min(self.deadline, now + self.range_s)
+        container = job.file.container or self.container
+        try:
+            self.reader.read_into(
+                container,
+                job.file.blob,
+                job.begin,
+                view,
+                deadline=end,
+                on_bytes=hasher.update if hasher else None,
+                stopped=self.stopped,
+            )
+        except StorageError as e:
+            self.report.add(f"error.{e.code}")
+            if e.code in ("STORAGE-THROTTLED", "STORAGE-BUSY") and self.gate is not None:
+                self.gate.throttled()
+            raise
+        if hasher is not None and (found := hasher.hexdigest()) != job.digest:
+            self.report.add("digest_mismatches")
+            raise mismatch(
+                job.file.path,
+                job.index,
+                job.begin,
+                job.end,
+                job.digest,
+                found,
+                self.reader.uri(container, job.file.blob),
+            )
+
+    def _pause(self, attempt: int, error: DynamoBlobError) -> None:
+        """Exponential, jittered; gives up early when the load stops."""
+        wait = min(_BACKOFF_MOST_S, _BACKOFF_S * 2 ** (attempt - 1)) * (0.5 + self._random.random())
+        until = min(time.monotonic() + wait, self.deadline)
+        while (left := until - time.monotonic()) > 0:
+            if self.stopped():
+                raise Stopped
+            time.sleep(min(0.1, left))
+
+
+# What a damaged connection or proxy may cause as well as a damaged object: asked once more, then believed.
+_ONCE_MORE = {"WEIGHTS-DIGEST-MISMATCH", "STORAGE-RANGE"}

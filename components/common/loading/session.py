@@ -1,0 +1,59 @@
+"""One load of one release by one worker: resolve, verify the small files, stream the tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from components.common.loading.config import WeightsConfig
+from components.common.loading.fetch import Fetcher
+from components.common.loading.files import verify_small_files
+from components.common.loading.inflight import InFlight
+from components.common.loading.report import Report
+from components.common.loading.resolve import Resolved, resolve
+from components.common.loading.stream import TensorStream, total_bytes
+from components.common.registry.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Session:
+    """`tensors()` may be called once."""
+
+    def __init__(self, config: WeightsConfig, resolved: Resolved, report: Report, *, verify: bool = True) -> None:
+        self.config, self.resolved, self.report, self._verify = config, resolved, report, verify
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.resolved.manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        c = self.config
+        deadline = time.monotonic() + c.deadline_s
+        gate = InFlight(c.range_in_flight)
+        fetcher = Fetcher(
+            self.resolved.reader, c.release.container, self.report, retries=c.range_retries, range_s=c.range_deadline_s,
+            deadline=deadline, verify=self._verify,
+        )  # fmt: skip
+        yield from TensorStream(self.manifest, fetcher, gate, self.report, budget=c.budget_bytes, deadline=deadline)
+
+
+@contextmanager
+def open_session(config: WeightsConfig, model_path: Path | None, report: Report) -> Iterator[Session]:
+    """Resolve the release and verify the small files in `model_path` (None = no directory to verify)."""
+    resolved = resolve(config, report)
+    try:
+        report.set(
+            manifest_bytes=total_bytes(resolved.manifest),
+            manifest_digest=resolved.manifest.digest(),
+            weights_digest=resolved.manifest.weights_digest,
+        )
+        if model_path is not None:
+            report.fetched("local_small_files", verify_small_files(model_path, resolved.manifest))
+        yield Session(config, resolved, report)
+    finally:
+        resolved.reader.close()
