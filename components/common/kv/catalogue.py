@@ -116,7 +116,7 @@ class Catalogue:
         `parent`: name of the chunk before it in its chain, when known; it lets a quarantine find descendants.
         """
         now = int(self.clock())
-        self.add(Entry(name, nbytes, cls, now, now, 0, seconds_saved, _fragment(parent)))
+        self.add(Entry(name, nbytes, cls, now, now, 0, seconds_saved, fragment(parent)))
         self.counters["puts"] += 1
 
     def note_hit(self, name: str, at: float | None = None) -> None:
@@ -252,15 +252,15 @@ class Catalogue:
 
     def descendants(self, name: str) -> list[str]:
         """Names of all known entries whose chain goes through `name` (it excluded). A scan: for quarantine, not for requests."""
-        children: dict[int, list[tuple[int, str]]] = {}
+        children: dict[int, list[str]] = {}
         for e in self.entries(name[:65] + "/"):
             if e.parent:
-                children.setdefault(e.parent, []).append((_fragment(e.name), e.name))
-        out, todo = [], [_fragment(name)]
+                children.setdefault(e.parent, []).append(e.name)
+        out, todo = [], [name]
         while todo:
-            for fragment, child in children.pop(todo.pop(), ()):
-                out.append(child)
-                todo.append(fragment)
+            found = children.pop(fragment(todo.pop()), [])
+            out += found
+            todo += found
         return out
 
     def __len__(self) -> int:
@@ -420,6 +420,6 @@ class Catalogue:
         )  # fmt: skip
 
 
-def _fragment(name: str | None) -> int:
+def fragment(name: str | None) -> int:
     """First 8 bytes of the hash of a name (or of a bare hash), as the number that links chunks; 0 = none."""
     return int(name[-64:][:16], 16) if name else 0

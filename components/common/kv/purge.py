@@ -1,0 +1,268 @@
+"""Purge of a tenant's KV: deletes, and proves that nothing is left while others go on writing.
+
+    1 state      _control/purges/<tenant>.json says that a purge is under way: killed at any point, the next call goes on
+    2 raise      the tenant's generation: puts in flight land under names nobody looks at (epochs.py)
+    3 rotate     the tenant's salt key: what lies in HBM and DRAM of any worker is out of reach at once
+    4 delete     everything of older generations, in every container
+    5 settle     until every worker has seen the generation or stopped, and its puts have met their deadline
+    6 delete     what landed meanwhile
+    7 prove      a fresh process with an empty index lists and asks; not clean = 6 again, a few times, then failure
+    8 report     signed (Ed25519), stored beside the state
+
+With `older_than_s` only objects written before that are deleted (steps 4 and 7); no generation, no key changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from components.common.config import Config
+from components.common.errors import DynamoBlobError
+from components.common.kv.probe import ProbeConfig, is_old
+from components.common.kv.store import PURGE_PREFIX, KvStore
+from components.common.messages.salt import tenant_hash
+from components.common.messages.tenants import rotate_salt_key
+from components.common.registry.signing import SigningKey
+from components.common.storage.config import AccountConfig
+from components.common.storage.errors import StorageError
+
+FORMAT = "dynamo-blob.purge-report/1"
+_BATCH = 512
+_SAMPLE = 64
+_ROUNDS = 5
+
+
+class PurgeConfig(Config):
+    account: AccountConfig = Field(description="KV account, identity with delete rights")
+    control: str = Field(description="the graph's KV container")
+    containers: tuple[str, ...] = Field(description="every container that may hold the tenant's objects")
+    tenant: str = Field(description="tenant's name")
+    tenant_hash: str = Field("", description="32 hex; empty = derived from the name (PUBLIC = unsalted traffic)")
+    older_than_s: float = Field(0.0, ge=0, description="only objects written longer ago, seconds; 0 = everything")
+    salt_key_file: str = Field("", description="the tenant's salt key, replaced by a fresh one; empty = not done")
+    settle_s: float = Field(50.0, ge=0, description="epochs_stale_s + store_deadline_s of the workers, seconds")
+    probe_s: float = Field(300.0, gt=0, description="seconds the proving process may take")
+
+
+@dataclass
+class State:
+    """What survives a kill. `phase`: raise, rotate, delete, settle, prove, done."""
+
+    id: str
+    tenant: str
+    generation: int
+    cutoff: float
+    started: float
+    phase: str = "raise"
+    raised_at: float = 0.0
+    rotated: bool = False
+    deleted: int = 0
+    deleted_bytes: int = 0
+    late: int = 0
+    resumed: int = 0
+    sample: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Purge:
+    """One purge. `step` is called with the name of each phase as it begins (progress; tests stop there)."""
+
+    def __init__(
+        self, config: PurgeConfig, store: KvStore, key: SigningKey, *, step: Callable[[str, State], None] | None = None
+    ) -> None:
+        self.config, self.store, self._key = config, store, key
+        self._step = step or (lambda _phase, _state: None)
+        self.tenant = config.tenant_hash or tenant_hash(config.tenant)
+        self._object = f"{PURGE_PREFIX}{self.tenant}{'.age' if config.older_than_s else ''}.json"
+        self._containers = tuple(dict.fromkeys((config.control, *config.containers)))
+
+    def run(self) -> dict[str, Any]:
+        """The signed report. Raises KV-PURGE-UNPROVEN, StorageError; either way the next call goes on where this one stopped."""
+        state = self._begin()
+        if not self.config.older_than_s:
+            self._raise(state)
+            self._rotate(state)
+        self._enter(state, "delete")
+        first = self._delete(state)
+        if not self.config.older_than_s:
+            self._enter(state, "settle")
+            self._settle(state)
+        proof: dict[str, Any] = {}
+        for round_ in range(_ROUNDS):
+            self._enter(state, "prove")
+            if round_ or not self.config.older_than_s:
+                state.late += self._delete(state)
+            proof = self._prove(state)
+            if proof.get("clean"):
+                break
+        else:
+            raise DynamoBlobError(
+                "KV-PURGE-UNPROVEN", f"objects of tenant '{self.config.tenant}' are still found after {_ROUNDS} rounds",
+                where=self._where(), why=json.dumps(proof)[:500],
+                do="a writer outlives its deadlines or cannot read _control/epochs.json: stop it, then call purge again", probe=proof,
+            )  # fmt: skip
+        return self._report(state, proof, first)
+
+    # --- phases
+
+    def _begin(self) -> State:
+        raw, _ = self.store.read(self._object)
+        if raw is not None:
+            state = State(**json.loads(raw))
+            if state.phase != "done":
+                state.resumed += 1
+                self._save(state)
+                self._step("resume", state)
+                return state
+        generation = 0 if self.config.older_than_s else self.store.read_epochs().get(self.tenant, 0) + 1
+        now = time.time()
+        state = State(uuid.uuid4().hex, self.tenant, generation, 0.0, now)
+        self._save(state)
+        if self.config.older_than_s:  # by the service's clock, which also stamps the objects
+            found = self.store.account.find(self.store.control, self._object)
+            state.cutoff = (found.modified if found else now) - self.config.older_than_s
+            self._save(state)
+        self._step("begin", state)
+        return state
+
+    def _raise(self, state: State) -> None:
+        self._enter(state, "raise")
+        if self.store.read_epochs().get(self.tenant, 0) < state.generation:
+            state.generation = self.store.raise_epoch(self.tenant, at_least=state.generation)
+        state.raised_at = state.raised_at or time.time()
+        self._save(state)
+
+    def _rotate(self, state: State) -> None:
+        if self.config.salt_key_file and not state.rotated:
+            self._enter(state, "rotate")
+            rotate_salt_key(Path(self.config.salt_key_file))
+            state.rotated = True
+            self._save(state)
+
+    def _settle(self, state: State) -> None:
+        left = state.raised_at + self.config.settle_s - time.time()
+        if left > 0:
+            time.sleep(min(left, self.config.settle_s))
+
+    def _delete(self, state: State) -> int:
+        """One pass over every container; objects deleted. Progress is saved per batch."""
+        done = 0
+        for container in self._containers:
+            batch: list[tuple[str, int]] = []
+            for info in self.store.list(container, f"{self.tenant}/"):
+                if is_old(info.name, info.modified, state.generation, state.cutoff):
+                    batch.append((info.name, info.size))
+                if len(batch) >= _BATCH:
+                    done += self._delete_batch(state, container, batch)
+                    batch = []
+            done += self._delete_batch(state, container, batch)
+        return done
+
+    def _delete_batch(self, state: State, container: str, batch: list[tuple[str, int]]) -> int:
+        if not batch:
+            return 0
+        sizes = dict(batch)
+        done = self.store.delete(container, sizes)
+        if done.failed:
+            name, why = next(iter(done.failed.items()))
+            raise StorageError(
+                why, f"{len(done.failed)} of {len(batch)} objects cannot be deleted", where=self.store.account.uri(container, name),
+                why="see the code; the purge is not over", do="call purge again: it goes on where it stopped",
+            )  # fmt: skip
+        state.deleted += len(done.deleted)
+        state.deleted_bytes += sum(sizes[n] for n in done.deleted)
+        room = _SAMPLE - len(state.sample)
+        state.sample += [(container, n) for n in done.deleted[:: max(1, len(done.deleted) // 16)][:room]]
+        self._save(state)
+        self._step("deleted", state)
+        return len(done.deleted)
+
+    def _prove(self, state: State) -> dict[str, Any]:
+        plan = ProbeConfig(
+            account=self.config.account, control=self.config.control, containers=self._containers, tenant=self.tenant,
+            generation=state.generation, modified_before=state.cutoff, absent=tuple(state.sample),
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="dynamo-blob-probe-") as folder:
+            path = Path(folder) / "probe.json"
+            path.write_text(plan.model_dump_json())
+            try:
+                ran = subprocess.run(
+                    [sys.executable, "-m", "components.common.kv.probe", "--plan", str(path)],
+                    capture_output=True, text=True, timeout=self.config.probe_s, check=False, cwd=Path(__file__).parents[3],
+                )  # fmt: skip
+                found = json.loads(ran.stdout.strip().splitlines()[-1])
+            except (subprocess.TimeoutExpired, ValueError, IndexError) as e:
+                return {"clean": False, "error": f"the proving process gave no answer: {type(e).__name__}"}
+        if found.get("pid") == os.getpid():
+            return {"clean": False, "error": "the proving process is this one"}
+        return dict(found)
+
+    def _report(self, state: State, proof: dict[str, Any], first: int) -> dict[str, Any]:
+        finished, protection = time.time(), self.store.protection()
+        report = {
+            "format": FORMAT, "id": state.id, "tenant": self.config.tenant, "tenant_hash": self.tenant,
+            "account": self.config.account.url, "containers": list(self._containers), "generation": state.generation,
+            "older_than_s": self.config.older_than_s, "cutoff": state.cutoff, "started": state.started, "finished": finished,
+            "deleted": state.deleted, "deleted_bytes": state.deleted_bytes, "late": state.late, "resumed": state.resumed,
+            "salt_key": "rotated" if state.rotated else "kept", "memory": _memory(state, self.config),
+            "protection": protection, "recoverable": recoverable(protection, finished), "probe": proof,
+        }  # fmt: skip
+        signed = self._key.sign(report)
+        self.store.write(f"{PURGE_PREFIX}{state.id}.report.json", signed)
+        self._enter(state, "done")
+        return dict(json.loads(signed))
+
+    # --- state
+
+    def _enter(self, state: State, phase: str) -> None:
+        state.phase = phase
+        self._save(state)
+        self._step(phase, state)
+
+    def _save(self, state: State) -> None:
+        self.store.write(self._object, json.dumps(asdict(state)).encode())
+
+    def _where(self) -> str:
+        return self.store.account.uri(self._containers[0], f"{self.tenant}/")
+
+
+def recoverable(protection: dict[str, Any], at: float) -> dict[str, Any]:
+    """Until when what was deleted at `at` can still be brought back, and by what: {until, why}.
+
+    `until`: Unix seconds, 0 = not at all, -1 = no end known.
+    """
+    if not protection["known"]:
+        return {
+            "until": -1,
+            "why": f"the account would not say ({protection.get('why', '')}): recoverable until proven otherwise",
+        }
+    if protection["versioning"]:
+        return {
+            "until": -1,
+            "why": "blob versioning keeps what was deleted until a lifecycle rule removes old versions",
+        }
+    if protection["soft_delete_days"]:
+        days = protection["soft_delete_days"]
+        return {"until": at + 86400 * days, "why": f"soft delete keeps it for {days} days"}
+    return {"until": 0, "why": "neither soft delete nor versioning on this account"}
+
+
+def _memory(state: State, config: PurgeConfig) -> str:
+    if config.older_than_s:
+        return "HBM and DRAM of workers untouched: entries there live for minutes and only while used"
+    if state.rotated:
+        return (
+            "HBM and DRAM of workers: unreachable, the tenant's salt key was replaced; overwritten as memory is reused"
+        )
+    return "HBM and DRAM of workers: NOT covered, the salt key was kept; restart the workers or rotate the key"

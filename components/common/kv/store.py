@@ -1,0 +1,227 @@
+"""The KV containers as the control plane sees them: listings, deletions, epochs, lease, snapshot.
+
+Everything of ours besides objects lies under ``_control/`` in the graph's KV container:
+
+    _control/epochs.json             {tenant: generation}, ETag compare-and-swap (see epochs.py)
+    _control/sweeper.lock            the blob whose lease makes one sweeper the one that works
+    _control/catalogue.snapshot      the catalogue, written by the sweeper
+    _control/journal/<worker>.log    append blobs: puts, hits and losses of each worker
+    _control/purges/<id>.json        state of a purge: resumable
+
+Never on the request path.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from azure.storage.blob import BlobLeaseClient
+
+from components.common.errors import DynamoBlobError
+from components.common.kv.epochs import EPOCHS_OBJECT, FORMAT, MAX_GENERATION
+from components.common.storage.account import Account, BlobInfo
+from components.common.storage.errors import StorageError
+
+CONTROL = "_control/"
+LOCK_OBJECT = "_control/sweeper.lock"
+SNAPSHOT_OBJECT = "_control/catalogue.snapshot"
+JOURNAL_PREFIX = "_control/journal/"
+PURGE_PREFIX = "_control/purges/"
+_CAS_TRIES = 8
+
+
+class Deleted(NamedTuple):
+    """Outcome of a bulk deletion: names by what happened to them."""
+
+    deleted: list[str]
+    missing: list[str]
+    failed: dict[str, str]
+
+
+class KvStore:
+    """One KV account. `control`: the container that holds ``_control/``. `threads`: deletions in flight."""
+
+    def __init__(self, account: Account, control: str, *, threads: int = 8) -> None:
+        self.account, self.control = account, control
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kv-delete")
+        self.requests = {"list": 0, "delete": 0, "read": 0, "write": 0}
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # --- objects
+
+    def list(self, container: str, prefix: str = "") -> Iterator[BlobInfo]:
+        """Blobs under `prefix`, 5000 a request. A missing container is an empty one."""
+        pages = self.account.container(container).list_blobs(name_starts_with=prefix or None, results_per_page=5000)
+        with self.account.errors(container, prefix):
+            try:
+                for page in pages.by_page():
+                    self.requests["list"] += 1
+                    for p in page:
+                        yield BlobInfo(p.name, int(p.size or 0), str(p.etag), p.last_modified.timestamp())
+            except Exception as e:
+                if getattr(e, "error_code", "") == "ContainerNotFound":
+                    return
+                raise
+
+    def delete(self, container: str, names: Iterable[str]) -> Deleted:
+        """Delete each name, `threads` at a time. One that is missing is done; failures are returned, not raised."""
+        out = Deleted([], [], {})
+        for name, why in self._pool.map(lambda n: self._delete_one(container, n), names):
+            if why is None:
+                out.deleted.append(name)
+            elif why == "":
+                out.missing.append(name)
+            else:
+                out.failed[name] = why
+        return out
+
+    def _delete_one(self, container: str, name: str) -> tuple[str, str | None]:
+        try:
+            self.requests["delete"] += 1
+            self.account.delete(container, name)
+            return name, None
+        except StorageError as e:
+            return name, "" if e.code in ("STORAGE-NOT-FOUND", "STORAGE-NO-CONTAINER") else e.code
+
+    # --- epochs
+
+    def read_epochs(self) -> dict[str, int]:
+        """{tenant: generation}; empty before the first purge. Raises StorageError, or KV-EPOCHS-INVALID (never read as empty)."""
+        return self._epochs()[0]
+
+    def raise_epoch(self, tenant: str, at_least: int = 0) -> int:
+        """Raise a tenant's generation by one, and to `at_least`; the new one. Raises KV-EPOCHS-CONTENDED."""
+        for attempt in range(_CAS_TRIES):
+            known, etag = self._epochs()
+            generation = max(known.get(tenant, 0) + 1, at_least)
+            if generation > MAX_GENERATION:
+                raise DynamoBlobError(
+                    "KV-EPOCHS-EXHAUSTED", "no purge generation is left", where=self._uri(EPOCHS_OBJECT)
+                )
+            body = json.dumps({"format": FORMAT, "generations": {**known, tenant: generation}}, sort_keys=True).encode()
+            try:
+                if etag:
+                    self.account.replace(self.control, EPOCHS_OBJECT, body, etag=etag)
+                else:
+                    self.account.create(self.control, EPOCHS_OBJECT, body)
+                self.requests["write"] += 1
+                return generation
+            except StorageError as e:
+                if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
+                    raise
+                time.sleep(0.05 * (attempt + 1))
+        raise DynamoBlobError(
+            "KV-EPOCHS-CONTENDED", "others change the purge generations all the time", where=self._uri(EPOCHS_OBJECT), do="try again",
+        )  # fmt: skip
+
+    def _epochs(self) -> tuple[dict[str, int], str]:
+        raw, etag = self.read(EPOCHS_OBJECT)
+        if raw is None:
+            return {}, ""
+        try:
+            body = json.loads(raw)
+            if body["format"] != FORMAT:
+                raise ValueError(f"format {body['format']!r}, not {FORMAT!r}")
+            return {str(t): int(g) for t, g in body["generations"].items()}, etag
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise DynamoBlobError(
+                "KV-EPOCHS-INVALID", "the purge generations cannot be read", where=self._uri(EPOCHS_OBJECT), why=str(e),
+                do="restore the object; while it is unreadable the Blob tier is not used",
+            ) from None  # fmt: skip
+
+    # --- small objects under _control/
+
+    def read(self, name: str, offset: int = 0) -> tuple[bytes | None, str]:
+        """(bytes, ETag) of a control object, (None, "") when there is none."""
+        try:
+            self.requests["read"] += 1
+            return self.account.get_with_etag(self.control, name, offset)
+        except StorageError as e:
+            if e.code in ("STORAGE-NOT-FOUND", "STORAGE-RANGE"):
+                return None, ""
+            raise
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or overwrite a control object of any size."""
+        self.requests["write"] += 1
+        with self.account.errors(self.control, name):
+            self.account.blob(self.control, name).upload_blob(data, length=len(data), overwrite=True)
+
+    def protection(self) -> dict[str, Any]:
+        """What keeps deleted data alive: {soft_delete_days, versioning, known}. `known` False: the account would not say."""
+        try:
+            with self.account.errors(""):
+                p = self.account.service.get_service_properties()
+            policy = p.get("delete_retention_policy")
+            days = int(policy.days or 0) if policy is not None and policy.enabled else 0
+            return {"soft_delete_days": days, "versioning": bool(p.get("is_versioning_enabled", False)), "known": True}
+        except StorageError as e:
+            return {"soft_delete_days": 0, "versioning": False, "known": False, "why": e.code}
+
+    def _uri(self, name: str) -> str:
+        return self.account.uri(self.control, name)
+
+
+class Lease:
+    """A lease on ``_control/sweeper.lock``: at most one holder; it runs out by itself when the holder dies.
+
+    `held` is judged by our own clock with a margin of a fifth, so a holder stops before another can begin.
+    """
+
+    def __init__(self, store: KvStore, seconds: int = 30) -> None:
+        if not 15 <= seconds <= 60:
+            raise ValueError("Azure leases last 15 to 60 seconds")
+        self._store, self._seconds = store, seconds
+        self._lease: BlobLeaseClient | None = None
+        self._until = 0.0
+
+    def acquire(self) -> bool:
+        """Take or renew the lease; False when somebody else has it. Raises StorageError when the store cannot be asked."""
+        account, control = self._store.account, self._store.control
+        asked = time.monotonic()
+        try:
+            with account.errors(control, LOCK_OBJECT):
+                if self._lease is not None:
+                    self._lease.renew()
+                else:
+                    if account.find(control, LOCK_OBJECT) is None:
+                        try:
+                            account.create(control, LOCK_OBJECT, b"{}")
+                        except StorageError as e:
+                            if e.code != "STORAGE-CONFLICT":
+                                raise
+                    self._lease = account.blob(control, LOCK_OBJECT).acquire_lease(lease_duration=self._seconds)
+        except StorageError as e:
+            self._lease, self._until = None, 0.0
+            if e.code in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION", "STORAGE-NOT-FOUND"):
+                return False
+            raise
+        self._until = asked + self._seconds * 0.8
+        return True
+
+    @property
+    def held(self) -> bool:
+        return self._lease is not None and time.monotonic() < self._until
+
+    def keep(self) -> bool:
+        """Renew when half of the time is gone; True while held."""
+        if self._lease is None:
+            return False
+        if time.monotonic() > self._until - self._seconds * 0.4:
+            return self.acquire()
+        return self.held
+
+    def release(self) -> None:
+        if self._lease is not None:
+            try:
+                with self._store.account.errors(self._store.control, LOCK_OBJECT):
+                    self._lease.release()
+            except StorageError:
+                pass  # it runs out by itself
+        self._lease, self._until = None, 0.0
