@@ -1,0 +1,127 @@
+"""One secondary tier, opened: staging pool, a transport per container, index, purge generations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from components.common.errors import DynamoBlobError
+from components.common.kv.catalogue import Catalogue
+from components.common.kv.classes import Classes
+from components.common.kv.config import KvTiersConfig
+from components.common.kv.epochs import Epochs
+from components.common.kv.index import Index
+from components.common.kv.keys import Namespace
+from components.common.kv.objects import HEADER_BYTES
+from components.common.kv.stores import (
+    BlobNotes,
+    DirectoryNotes,
+    Notes,
+    Others,
+    blob_transport,
+    epochs_of,
+    mac_key,
+    posix_transport,
+)
+from components.common.messages.tenants import TenantsFile
+from components.common.storage.account import Account
+from components.common.transfer.base import Transport
+from components.common.transfer.nixl_blob import leave_at_exit
+from components.common.transfer.staging import StagingPool
+
+log = logging.getLogger(__name__)
+
+MIN_SLOTS = 4
+_CATALOGUE = 1 << 18
+
+
+@dataclass
+class Opened:
+    pool: StagingPool
+    transports: dict[str, Transport]
+    container_of: Callable[[str], str]
+    """Container (or "dir") of a retention class; empty = KV of this class stays in HBM and DRAM."""
+    epochs: Epochs | None = None
+    index: Index | None = None
+    mac_key: bytes | None = None
+    note: Others | None = None
+    closers: list[Callable[[], object]] = field(default_factory=list)
+
+    def transport(self, cls: str) -> Transport | None:
+        return self.transports.get(self.container_of(cls))
+
+    def scope(self, tenant: str, namespace: str) -> str | None:
+        return namespace if self.epochs is None else self.epochs.scope(tenant, namespace)
+
+    def current(self, tenant: str, namespace: str) -> bool:
+        return self.epochs is None or self.epochs.current(tenant, namespace)
+
+    def others(self) -> list[dict[str, Any]]:
+        return list(self.note.found) if self.note else []
+
+    def stats(self) -> dict[str, float]:
+        out: dict[str, float] = {"staging_slots": float(self.pool.count), "staging_bytes": float(self.pool.nbytes)}
+        for transport in self.transports.values():
+            for key, value in transport.stats().items():
+                if key.startswith("staging"):
+                    out[key] = value
+                else:
+                    out[key] = min(out.get(key, 1.0), value) if key == "container_ok" else out.get(key, 0.0) + value
+        return out
+
+    def close(self, drain_s: float) -> bool:
+        for close in self.closers:
+            close()
+        return all([t.close(drain_s) for t in self.transports.values()])
+
+
+def staging_pool(config: KvTiersConfig, row_bytes: int) -> StagingPool:
+    """Raises KV-STAGING when the budget is too small for chunks of this size."""
+    slot = HEADER_BYTES + row_bytes
+    slots = config.staging_bytes // slot
+    if slots < MIN_SLOTS:
+        raise DynamoBlobError(
+            "KV-STAGING", f"staging memory holds {slots} chunks, at least {MIN_SLOTS} are needed", where="kv.staging_bytes",
+            why=f"a chunk takes {slot} bytes, staging_bytes is {config.staging_bytes}",
+            do=f"set staging_bytes to at least {MIN_SLOTS * slot}, or blocks_per_chunk lower",
+        )  # fmt: skip
+    return StagingPool(min(slots, 4 * config.threads), slot)
+
+
+def open_tier(config: KvTiersConfig, store: str, row_bytes: int, namespaces: list[Namespace]) -> Opened:
+    """Open the "blob" or "posix" store of a worker. Never waits for the store: an outage is a miss, not a failed start."""
+    pool = staging_pool(config, row_bytes)
+    key = mac_key(config.mac_key_file)
+    if store == "posix":
+        transport = posix_transport(config.nvme_dir, pool, config)
+        notes: Notes = DirectoryNotes(Path(config.nvme_dir))
+        opened = Opened(pool, {"dir": transport}, lambda cls: "dir", mac_key=key)
+        opened.note = Others(notes, namespaces)
+    else:
+        opened = _open_blob(config, pool, namespaces)
+        opened.mac_key = key
+    for transport in opened.transports.values():
+        leave_at_exit(transport)
+    return opened
+
+
+def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace]) -> Opened:
+    assert config.account is not None
+    account = Account(config.account)
+    if config.tenants_file:
+        classes = Classes.of_file(TenantsFile.load(config.tenants_file), config.container)
+    else:
+        classes = Classes.single(config.container)
+    containers = sorted(set(classes.containers().values()))
+    transports = {c: blob_transport(account, c, pool, config) for c in containers}
+    home = config.container or containers[0]
+    epochs = epochs_of(account, home, config)
+    epochs.start()
+    opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs)
+    opened.note = Others(BlobNotes(account, home), namespaces)
+    opened.closers = [epochs.close]
+    opened.index = Catalogue(_CATALOGUE)
+    return opened

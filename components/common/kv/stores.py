@@ -1,0 +1,178 @@
+"""Opens what a tier's settings name: transports, purge generations, and the notes namespaces leave for each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+from components.common.errors import DynamoBlobError
+from components.common.kv.config import KvTiersConfig
+from components.common.kv.epochs import EPOCHS_OBJECT, Epochs
+from components.common.kv.keys import Namespace
+from components.common.storage.account import Account
+from components.common.storage.errors import StorageError
+from components.common.transfer.base import Connection, Transport
+from components.common.transfer.nixl_blob import BlobTransport
+from components.common.transfer.nixl_posix import PosixTransport
+from components.common.transfer.staging import StagingPool
+
+log = logging.getLogger(__name__)
+
+NAMESPACES = "_control/namespaces/"
+"""One small JSON per namespace ever used in the container: why two workers do not share."""
+
+RENEW_AT = 2 / 3
+
+
+class Notes(Protocol):
+    """Small named texts beside the chunks."""
+
+    def put(self, name: str, text: bytes) -> None: ...
+
+    def all(self, prefix: str) -> dict[str, bytes]: ...
+
+
+class BlobNotes:
+    def __init__(self, account: Account, container: str) -> None:
+        self._account, self._container = account, container
+
+    def put(self, name: str, text: bytes) -> None:
+        self._account.put(self._container, name, text)
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        names = [b.name for b in self._account.list(self._container, prefix)][:64]
+        return {n: self._account.get(self._container, n) for n in names}
+
+
+class DirectoryNotes:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def put(self, name: str, text: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(text)
+        os.replace(part, path)
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        folder = self._root / prefix
+        return (
+            {f"{prefix}{p.name}": p.read_bytes() for p in sorted(folder.glob("*.json"))[:64]} if folder.is_dir() else {}
+        )
+
+
+class Others:
+    """Registers this worker's namespaces in the store and finds those of others, in the background."""
+
+    def __init__(self, notes: Notes, mine: list[Namespace]) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._notes, self._mine = notes, mine
+        threading.Thread(target=self._run, name="kv-namespaces", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for namespace in self._mine:
+                text = json.dumps(namespace.model_dump(), sort_keys=True).encode()
+                self._notes.put(f"{NAMESPACES}{namespace.digest()}.json", text)
+            digests = {n.digest() for n in self._mine}
+            for name, text in self._notes.all(NAMESPACES).items():
+                if Path(name).stem not in digests:
+                    self.found.append(self._compare(Path(name).stem, text))
+        except Exception as e:  # advice only: the tier works without it
+            log.warning("namespaces in the store could not be compared: %s", e)
+
+    def _compare(self, digest: str, text: bytes) -> dict[str, Any]:
+        """The other namespace and how it differs from the most similar of ours."""
+        try:
+            other = Namespace.model_validate_json(text)
+        except ValueError:
+            return {"namespace": digest, "differs": {"object_format": "not readable by this version"}}
+        nearest = min((m.differs(other) for m in self._mine), key=len)
+        return {"namespace": digest, "differs": {k: {"here": a, "there": b} for k, (a, b) in nearest.items()}}
+
+
+def blob_transport(account: Account, container: str, pool: StagingPool, config: KvTiersConfig) -> Transport:
+    return BlobTransport(
+        pool,
+        lambda: connection(account, container),
+        threads=config.threads,
+        container=lambda: account.probe(container),
+        errors=config.breaker_errors,
+        open_s=config.breaker_open_s,
+        max_open_s=config.breaker_max_open_s,
+        name=container,
+    )
+
+
+def posix_transport(root: str, pool: StagingPool, config: KvTiersConfig) -> Transport:
+    return PosixTransport(
+        pool,
+        Path(root),
+        errors=config.breaker_errors,
+        open_s=config.breaker_open_s,
+        max_open_s=config.breaker_max_open_s,
+    )
+
+
+def connection(account: Account, container: str) -> Connection:
+    """NIXL parameters with a credential of the moment; void at 2/3 of what is left of its life."""
+    config = account.config
+    params = {"container_name": container}
+    if config.ca_bundle:
+        params["ca_bundle"] = config.ca_bundle
+    if config.credential.kind == "entra":
+        return Connection({**params, "account_url": config.url}, None)
+    text = account.connection_string(container)
+    signature = text.partition("SharedAccessSignature=")[2]
+    end = parse_qs(signature).get("se", [""])[0]
+    expires = None
+    if end:
+        left = _unix(end) - time.time()
+        expires = time.time() + max(1.0, left * RENEW_AT)
+    return Connection({**params, "connection_string": text}, expires)
+
+
+def epochs_of(account: Account, container: str, config: KvTiersConfig) -> Epochs:
+    def read() -> dict[str, int]:
+        try:
+            text = account.get(container, EPOCHS_OBJECT)
+        except StorageError as e:
+            if e.code == "STORAGE-NOT-FOUND":  # nothing was ever purged
+                return {}
+            raise
+        found = json.loads(text)
+        return {t: int(g) for t, g in (found.get("generations") or found.get("tenants") or {}).items()}
+
+    return Epochs(read, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s)
+
+
+def mac_key(path: str) -> bytes | None:
+    """The key of keyed digests, from a private file; None for an empty path. Raises KV-MAC-KEY."""
+    if not path:
+        return None
+    try:
+        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            raise ValueError("others can read it: chmod 600")
+        key = bytes.fromhex(Path(path).read_text().strip())
+        if len(key) != 32:
+            raise ValueError(f"{len(key)} bytes, wanted 32")
+    except (OSError, ValueError) as e:
+        raise DynamoBlobError(
+            "KV-MAC-KEY", "the key of keyed KV digests cannot be used", where=path, why=str(e),
+            do="a file of mode 0600 with 64 hex digits, the same for every worker of the graph",
+        ) from None  # fmt: skip
+    return key
+
+
+def _unix(text: str) -> float:
+    from datetime import UTC, datetime
+
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).replace(tzinfo=UTC).timestamp()

@@ -1,0 +1,396 @@
+"""Our secondary tier inside vLLM's TieringOffloadingManager: DRAM <-> Blob, or DRAM <-> a directory.
+
+Everything here runs on the scheduler thread and only touches dictionaries and queues; copies, digests and
+transfers happen in `Mover` and in the transports. Any doubt about a chunk is a miss with a reason; vLLM then
+computes it. Configured by `components.common.kv.build`; the connector adds what only it can see (cache groups).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from components.common.errors import DynamoBlobError
+from components.common.kv import hooks, metrics
+from components.common.kv.config import KvTiersConfig
+from components.common.kv.index import Index, MemoryIndex
+from components.common.kv.keys import PUBLIC, Namespace, object_name
+from components.common.kv.lookups import Lookups
+from components.common.kv.mover import Mover, Reason, Unit
+from components.common.kv.objects import Codec
+from components.common.kv.opened import Opened, open_tier
+from components.common.transfer.base import Transport
+
+log = logging.getLogger(__name__)
+
+TENANT, CLASS = "tenant", "class"
+"""Keys of kv_transfer_params that name the owner of a request's KV (see `build.kv_params_for`)."""
+
+_ANNOUNCED = 1 << 16
+_STATUS_S = 1.0
+
+
+class _Request:
+    """What the tier remembers of one request (in vLLM's ReqContext)."""
+
+    __slots__ = ("chain", "cls", "missed", "names", "tenant", "transport")
+
+    def __init__(self, tenant: str, cls: str, transport: Transport | None) -> None:
+        self.tenant, self.cls, self.transport = tenant, cls, transport
+        self.names: dict[OffloadKey, str] = {}
+        self.missed: set[OffloadKey] = set()
+        self.chain: dict[tuple[int, int], str] = {}
+
+
+class _Job:
+    """A vLLM job of several chunks; it is over when each chunk has ended."""
+
+    __slots__ = ("began", "good", "left", "load", "nbytes", "total")
+
+    def __init__(self, load: bool, left: int) -> None:
+        self.load, self.left, self.total, self.good, self.nbytes = load, left, left, list[OffloadKey](), 0
+        self.began = time.monotonic()
+
+
+class _End(NamedTuple):
+    job_id: int
+    key: OffloadKey
+    unit: Unit
+    reason: Reason
+    request: _Request
+    parent: str | None
+    tokens: int
+
+
+class DynamoBlobTier(SecondaryTierManager):
+    """`settings` = KvTiersConfig as JSON, `store` = "blob" | "posix"."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        settings: dict[str, Any],
+        store: str,
+        index: Index | None = None,
+        opened: Opened | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.config = KvTiersConfig.parse(settings, where="kv")
+        self.store = store
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self.namespaces = namespaces_of(offloading_spec, self.block_size_bytes)
+        self._digests = {group: n.digest() for group, n in self.namespaces.items()}
+        self._opened = opened or open_tier(self.config, store, self.block_size_bytes, list(self.namespaces.values()))
+        self._index: Index = index or self._opened.index or MemoryIndex()
+        codec = Codec(self.block_size_bytes, self._opened.mac_key)
+        self._mover = Mover(
+            self._opened.pool, codec, workers=self.config.workers, store_queue=self.config.store_queue,
+            verify_puts=self.config.verify_puts, skip_proof=self.config.unsafe_skip_proof,
+        )  # fmt: skip
+        self._lookups = Lookups(self._index, self.config.lookup_deadline_s, self.config.lookup_window)
+        self._jobs: dict[int, _Job] = {}
+        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._over: list[JobResult] = []
+        self._storing: set[str] = set()
+        self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
+        events = offloading_spec.kv_events_config
+        self._events: list[OffloadingEvent] | None = [] if events.enable_kv_cache_events else None
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._stats = metrics.Recorder(f"{tier_type}:{store}")
+        self._status_due = 0.0
+        self._lookups.found = self._found
+
+    # ---- requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        params = req_context.kv_transfer_params or {}
+        tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS, "")
+        req_context.set_state(_Request(tenant, cls, self._opened.transport(cls) if tenant else None))
+        return RequestOffloadingContext()
+
+    def _request(self, context: ReqContext) -> _Request:
+        found = context.get_state(_Request)
+        if found is None:
+            self.on_new_request(context)
+            found = context.get_state(_Request)
+            assert found is not None
+        return found
+
+    def _name(self, request: _Request, key: OffloadKey, context: ReqContext) -> str | None:
+        """Name of the chunk's object; None while the tenant's purge generation is not known."""
+        name = request.names.get(key)
+        if name is None:
+            namespace = self._opened.scope(request.tenant, self._digests[get_offload_group_idx(key)])
+            if namespace is None:
+                return None
+            name = request.names[key] = object_name(request.tenant, namespace, get_offload_block_hash(key))
+            end = context.get_offload_key_position(key)
+            if end is not None:
+                request.chain[get_offload_group_idx(key), end] = name
+        return name
+
+    # ---- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = self._request(req_context)
+        if request.transport is None:
+            return self._miss("ephemeral")
+        if key in request.missed:
+            return self._miss("failed_before")
+        name = self._name(request, key, req_context)
+        if name is None:
+            return self._miss("generation_unknown")
+        there = self._lookups.lookup(name, request.transport, req_context.req_id, get_offload_group_idx(key))
+        if there is None:
+            return LookupResult.RETRY
+        if there and not request.transport.available(False):
+            return self._miss("breaker")
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def _miss(self, reason: str) -> LookupResult:
+        self._lookups.reasons[reason] += 1
+        return LookupResult.MISS
+
+    def _found(self, name: str) -> None:
+        """Another worker stored it: HEAD says that it is there."""
+        self._index.note_put(name, self._mover.codec.object_bytes, "", 0.0)
+
+    # ---- transfers
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        request = self._request(job_metadata.req_context)
+        deadline = time.monotonic() + self.config.load_deadline_s
+        keys = list(job_metadata.keys)
+        self._jobs[job_metadata.job_id] = _Job(True, len(keys))
+        for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True):
+            name = self._name(request, key, job_metadata.req_context)
+            assert name is not None and request.transport is not None
+            self._mover.load(self._unit(False, name, int(chunk), deadline, job_metadata, key, request))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        request = self._request(job_metadata.req_context)
+        deadline = time.monotonic() + self.config.store_deadline_s
+        job = self._jobs[job_metadata.job_id] = _Job(False, 0)
+        for key, chunk in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
+            name = self._wanted(request, key, job_metadata.req_context)
+            if name is None:
+                continue
+            unit = self._unit(True, name, int(chunk), deadline, job_metadata, key, request)
+            self._storing.add(name)
+            if self._mover.store(unit):
+                job.left += 1
+                job.total += 1
+            else:
+                self._storing.discard(name)
+                self.counts["store_dropped", "queue_full"] += 1
+        if not job.left:
+            self._finish(job_metadata.job_id, job)
+
+    def _wanted(self, request: _Request, key: OffloadKey, context: ReqContext) -> str | None:
+        """Name to store a chunk under; None when it is not to be stored (counted)."""
+        name = self._name(request, key, context) if request.transport is not None else None
+        reason = ""
+        if request.transport is None:
+            reason = "ephemeral"
+        elif name is None:
+            reason = "generation_unknown"
+        elif name in self._storing or self._index.lookup(name) is True:
+            reason = "present"
+        elif not request.transport.available(True):
+            reason = "breaker"
+        if reason:
+            self.counts["store_skipped" if reason == "present" else "store_dropped", reason] += 1
+            return None
+        return name
+
+    def _unit(
+        self, store: bool, name: str, chunk: int, deadline: float, job: TransferJob, key: OffloadKey, request: _Request
+    ) -> Unit:
+        assert request.transport is not None
+        job_id, context = job.job_id, job.req_context
+        tenant, namespace = name.split("/", 2)[:2]
+        group = get_offload_group_idx(key)
+        end = context.get_offload_key_position(key) or 0
+        parent = request.chain.get((group, end - self.namespaces[group].tokens_per_chunk))
+        return Unit(
+            store, request.transport, name, self._rows[chunk], deadline,
+            lambda unit, reason: self._ends.put(_End(job_id, key, unit, reason, request, parent, end)),
+            guard=lambda: self._opened.current(tenant, namespace),
+        )  # fmt: skip
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._take_ends()
+        over, self._over = self._over, []
+        return over
+
+    def _take_ends(self) -> None:
+        while True:
+            try:
+                end = self._ends.get_nowait()
+            except queue.Empty:
+                return
+            job = self._jobs[end.job_id]
+            (self._stored if end.unit.store else self._loaded)(end, job)
+            job.left -= 1
+            if not job.left:
+                self._finish(end.job_id, job)
+
+    def _stored(self, end: _End, job: _Job) -> None:
+        self._storing.discard(end.unit.name)
+        self._stats.ended("write", end.reason, self._mover.codec.object_bytes, time.monotonic() - end.unit.begun)
+        if end.reason != "ok":
+            return
+        job.good.append(end.key)
+        job.nbytes += self._mover.codec.object_bytes
+        saved = hooks.seconds_saved(end.tokens, self.namespaces[get_offload_group_idx(end.key)].tokens_per_chunk)
+        self._index.note_put(end.unit.name, self._mover.codec.object_bytes, end.request.cls, saved, end.parent)
+        self._announce([end.key])
+
+    def _loaded(self, end: _End, job: _Job) -> None:
+        self._stats.ended("read", end.reason, self._mover.codec.object_bytes, time.monotonic() - end.unit.begun)
+        if end.reason == "ok":
+            job.good.append(end.key)
+            job.nbytes += self._mover.codec.object_bytes
+            self._index.note_hit(end.unit.name)
+            self._announce([end.key])
+            return
+        end.request.missed.add(end.key)
+        self._lookups.negative(end.unit.name)
+        if end.reason not in ("late", "failed", "refused", "closed"):  # the object itself is gone or wrong
+            self._index.note_gone(end.unit.name, end.reason)
+            self._retract(end.key)
+
+    def _finish(self, job_id: int, job: _Job) -> None:
+        del self._jobs[job_id]
+        self._over.append(
+            JobResult(
+                job_id, len(job.good) == job.total, tuple(job.good) or None, time.monotonic() - job.began, job.nbytes
+            )
+        )
+
+    # ---- events, status, metrics
+
+    def _announce(self, keys: list[OffloadKey]) -> None:
+        new = [k for k in keys if k not in self._announced]
+        for key in new:
+            self._announced[key] = None
+        while len(self._announced) > _ANNOUNCED:
+            self._announced.popitem(last=False)
+        if new and self._events is not None:
+            self._events.append(OffloadingEvent(keys=new, medium=Medium.STORAGE, removed=False))
+
+    def _retract(self, key: OffloadKey) -> None:
+        if self._announced.pop(key, self) is not self and self._events is not None:
+            self._events.append(OffloadingEvent(keys=[key], medium=Medium.STORAGE, removed=True))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            events, self._events = self._events, []
+            yield from events
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.end_of_step()
+        if self.config.status_file and time.monotonic() >= self._status_due:
+            self._status_due = time.monotonic() + _STATUS_S
+            self._write_status()
+
+    def status(self) -> dict[str, Any]:
+        """Counters, and what the store holds for others: why there are no hits."""
+        return {
+            "store": self.store,
+            "namespaces": {str(g): n.digest() for g, n in self.namespaces.items()},
+            "other_namespaces": self._opened.others(),
+            "misses": dict(self._lookups.reasons),
+            "ends": dict(self._mover.reasons),
+            "stores": {f"{a}_{b}": n for (a, b), n in self.counts.items()},
+            "queued": {"loads": self._mover.queued_loads, "stores": self._mover.queued_stores},
+            "transport": self._opened.stats(),
+        }
+
+    def _write_status(self) -> None:
+        part = f"{self.config.status_file}.{self.store}.{os.getpid()}"
+        try:
+            with open(part, "w") as f:
+                json.dump(self.status(), f)
+            os.replace(part, f"{self.config.status_file}.{self.store}" if self._both() else self.config.status_file)
+        except OSError as e:
+            log.warning("the KV status file cannot be written: %s", e)
+
+    def _both(self) -> bool:
+        return bool(self.config.account and self.config.nvme_dir)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metrics.definitions()
+
+    def get_stats(self) -> Any:
+        return self._stats.take(self._lookups.reasons, self.counts, self._mover, self._opened.stats())
+
+    # ---- end
+
+    def drain_jobs(self) -> None:
+        """Bounded: every chunk has a deadline."""
+        self._mover.drain(max(self.config.load_deadline_s, self.config.store_deadline_s) + 5.0)
+        self._take_ends()
+        self._announced.clear()
+
+    def shutdown(self) -> None:
+        """Raises when chunks are still under way after 5 s: vLLM then keeps the DRAM tier mapped."""
+        drained = self._mover.close(5.0)
+        self._opened.close(2.0)
+        if not drained:
+            raise DynamoBlobError("KV-SHUTDOWN", f"{self._mover.live} chunks are still under way", where=self.tier_type)
+
+
+def namespaces_of(spec: Any, row_bytes: int) -> dict[int, Namespace]:
+    """One namespace per cache group, from what the connector left in the spec's extra_config."""
+    seen = spec.extra_config.get("dynamo_blob")
+    if not seen:
+        raise DynamoBlobError(
+            "KV-CONNECTOR", "the KV tier needs its own connector", why="kv_connector is not DynamoBlobConnector",
+            do="build kv_transfer_config with components.common.kv.build",
+        )  # fmt: skip
+    parallel = spec.config.parallel
+    return {
+        group.group_id: Namespace(
+            weights_digest=seen["weights_digest"],
+            engine_version=seen["engine_version"],
+            platform=seen["platform"],
+            layout=str(spec.config.kv_cache_layout),
+            group=seen["groups"][group.group_id],
+            dtype=spec.config.model.dtype,
+            tokens_per_block=group.tokens_per_block,
+            tokens_per_chunk=group.tokens_per_block * spec.blocks_per_chunk,
+            row_bytes=row_bytes,
+            parallel=f"tp{parallel.tp_size}.pp{parallel.pp_size}.pcp{parallel.pcp_size}.dcp{parallel.dcp_size}",
+            hash_algorithm=seen["hash_algorithm"],
+            hash_seed=seen["hash_seed"],
+        )
+        for group in spec.config.groups
+    }

@@ -1,0 +1,1 @@
+"""Engines, stores and comparisons shared by the KV tests and `bench kv`."""
