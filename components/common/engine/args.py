@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
-LOADERS = {"dynamo_blob": "dynamo_blob", "auto": "auto", "runai_streamer": "runai_streamer", "modelexpress": "modelexpress"}
+LOADERS = {
+    "dynamo_blob": "dynamo_blob",
+    "auto": "auto",
+    "runai_streamer": "runai_streamer",
+    "modelexpress": "modelexpress",
+}
 
 
 def handover_connector(config: WorkerConfig) -> dict[str, Any] | None:
@@ -73,7 +78,10 @@ def engine_args(config: WorkerConfig, model_path: str, kv_events_endpoint: str) 
     for key in e.extra:
         if key not in names:
             raise DynamoBlobError(
-                "ENGINE-ARG-UNKNOWN", f"vLLM has no argument '{key}'", where=f"{config.name}: engine.extra", do=nearest(key, names)
+                "ENGINE-ARG-UNKNOWN",
+                f"vLLM has no argument '{key}'",
+                where=f"{config.name}: engine.extra",
+                do=nearest(key, names),
             )
     return AsyncEngineArgs(**{**fields, **e.extra})
 

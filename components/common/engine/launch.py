@@ -21,7 +21,9 @@ def main(role: str, argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m components.{role}")
     parser.add_argument("--plan", required=True, help="JSON file with this worker's configuration")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr
+    )
     config: WorkerConfig | None = None
     try:
         config = WorkerConfig.read(args.plan)
@@ -53,6 +55,13 @@ def _serve(config: WorkerConfig) -> None:
     async def run() -> None:
         engine, worker_config = await build(config)
         await Worker(engine, worker_config).run()
+        if getattr(engine, "died", ""):
+            raise DynamoBlobError(
+                "ENGINE-DIED",
+                f"{config.name}'s engine process ended",
+                why=engine.died,
+                do="the engine's own lines above say why",
+            )
 
     uvloop.run(run())
 

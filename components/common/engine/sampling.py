@@ -31,6 +31,7 @@ def sampling_params(
     extra_args  {"kv_transfer_params": {...}} for the connectors
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     options = request.get("sampling_options") or {}
@@ -55,8 +56,10 @@ def sampling_params(
         params = SamplingParams(
             **fields, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE, extra_args=extra_args
         )
-    except (ValueError, TypeError) as e:
-        raise DynamoBlobError("ENGINE-SAMPLING-INVALID", "the request's sampling options are not possible", why=str(e)) from e
+    except (ValueError, TypeError, VLLMValidationError) as e:
+        raise DynamoBlobError(
+            "ENGINE-SAMPLING-INVALID", "the request's sampling options are not possible", why=str(e)
+        ) from e
     if bad_words:
         params._bad_words_token_ids = bad_words
     return params

@@ -7,7 +7,10 @@ migrate. Prefill answers one token and `disaggregated_params`; decode pulls the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,7 +22,7 @@ from dynamo.common.backend.logprobs import extract_from_completion_output
 from dynamo.common.backend.metrics import register_global_registry
 from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.common.utils.token_ids import normalize_request_token_ids
-from dynamo.llm.exceptions import EngineShutdown
+from dynamo.llm.exceptions import Disconnected, EngineShutdown, InvalidArgument
 
 from components.common.engine import handover, tags
 from components.common.engine.args import engine_args
@@ -30,6 +33,7 @@ from components.common.errors import DynamoBlobError
 
 log = logging.getLogger("dynamo_blob.worker")
 
+WATCH_S = 0.5  # a dead engine is noticed within this time when no request notices it first
 QUIESCENT_S = 2.0  # a prefill worker's blocks are pulled within this time after the last answer, or recomputed
 
 
@@ -44,6 +48,8 @@ class VllmEngine(LLMEngine):
         self.defaults: dict[str, Any] = {}
         self._events = f"ipc://{config.run_dir}/{config.name}.kv"
         self._relay: Any = None
+        self._watch: asyncio.Task[None] | None = None
+        self.died = ""
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
@@ -62,6 +68,7 @@ class VllmEngine(LLMEngine):
         self.defaults = self.llm.model_config.get_diff_sampling_param()
         if self.config.warmup:
             await self._warm_up()
+        self._watch = asyncio.create_task(self._watch_engine())
         cache = self.llm.vllm_config.cache_config
         log.info(
             "%s ready: engine %.1f s, warm-up %.1f s, instance %d, %s KV blocks of %d tokens",
@@ -78,6 +85,14 @@ class VllmEngine(LLMEngine):
                 max_num_batched_tokens=self.config.engine.max_num_batched_tokens,
             ),
         )
+
+    async def _watch_engine(self) -> None:
+        """A dead EngineCore is not survivable: leave the pool in order, exit non-zero, be restarted."""
+        while not self.llm.errored:
+            await asyncio.sleep(WATCH_S)
+        self.died = f"{type(self.llm.dead_error).__name__}: {self.llm.dead_error}"
+        log.error("ENGINE-DIED: %s: the engine process is gone; the worker leaves", self.config.name)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def _warm_up(self) -> None:
         """One short generation: the first use of each kernel costs seconds. Its KV is forgotten again."""
@@ -104,10 +119,24 @@ class VllmEngine(LLMEngine):
         return build_health_check_payload(bos_token_id=1)
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        if self.in_flight.draining or self.died:
+            raise EngineShutdown("the worker is draining")
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async for chunk in self._generate(request, context):
+                yield chunk
+        except (VLLMClientError, ValueError) as e:
+            raise InvalidArgument(str(e)) from e
+        except DynamoBlobError as e:
+            raise InvalidArgument(f"{e.code}: {e.why or e.what}") from e
+        except EngineDeadError as e:
+            raise Disconnected("the engine died") from e  # the frontend runs it elsewhere
+
+    async def _generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         from vllm.inputs import TokensPrompt
 
-        if self.in_flight.draining:
-            raise EngineShutdown("the worker is draining")
         normalize_request_token_ids(request)
         prompt = list(request["token_ids"])
         request_id = context.id()
@@ -169,11 +198,15 @@ class VllmEngine(LLMEngine):
         return len(self.in_flight) == 0 and time.monotonic() - self.in_flight.last_end > QUIESCENT_S
 
     async def cleanup(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self.llm is None:
             return
         aborted = await self.in_flight.drain(self.config.drain_s, self.llm.abort)
         if aborted:
-            log.warning("%s: %d answers did not finish in %.0f s and migrate", self.config.name, aborted, self.config.drain_s)
+            log.warning(
+                "%s: %d answers did not finish in %.0f s and migrate", self.config.name, aborted, self.config.drain_s
+            )
         self.llm.shutdown()
         self.llm = None
         if self._relay is not None:
