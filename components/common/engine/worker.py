@@ -88,7 +88,7 @@ class VllmEngine(LLMEngine):
 
     async def _watch_engine(self) -> None:
         """A dead EngineCore is not survivable: leave the pool in order, exit non-zero, be restarted."""
-        while not self.llm.errored:
+        while not self.llm.errored:  # noqa: ASYNC110 - vLLM offers no event
             await asyncio.sleep(WATCH_S)
         self.died = f"{type(self.llm.dead_error).__name__}: {self.llm.dead_error}"
         log.error("ENGINE-DIED: %s: the engine process is gone; the worker leaves", self.config.name)
