@@ -14,6 +14,7 @@ MOST_BYTES = 8 << 20
 class Answer(NamedTuple):
     status: int
     body: bytes
+    headers: dict[str, str]
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -59,9 +60,9 @@ async def _read(reader: asyncio.StreamReader) -> Answer:
     status = int(head[0].split()[1])
     fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if ":" in line)}
     if "content-length" in fields:
-        return Answer(status, await reader.readexactly(min(int(fields["content-length"]), MOST_BYTES)))
+        return Answer(status, await reader.readexactly(min(int(fields["content-length"]), MOST_BYTES)), fields)
     if fields.get("transfer-encoding", "").lower() != "chunked":
-        return Answer(status, await reader.read(MOST_BYTES))
+        return Answer(status, await reader.read(MOST_BYTES), fields)
     parts: list[bytes] = []
     while sum(map(len, parts)) < MOST_BYTES:
         size = int((await reader.readline()).split(b";")[0] or b"0", 16)
@@ -69,4 +70,4 @@ async def _read(reader: asyncio.StreamReader) -> Answer:
             break
         parts.append(await reader.readexactly(size))
         await reader.readline()
-    return Answer(status, b"".join(parts))
+    return Answer(status, b"".join(parts), fields)

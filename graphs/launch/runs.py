@@ -89,6 +89,12 @@ def new_run(state: Path, graph: str) -> Path:
         path = state / "runs" / (stem if n == 1 else f"{stem}-{n}")
         try:
             path.mkdir(mode=0o700)
+            me = proc.stat(os.getpid())
+            assert me is not None
+            write_json(
+                path / "state.json",
+                {"graph": graph, "phase": "preflight", "launcher": {"pid": me.pid, "start": me.start}},
+            )
             return path
         except FileExistsError:
             continue
@@ -119,7 +125,7 @@ def sweep(state: Path) -> list[str]:
 
 
 def _abandoned(run: Run) -> bool:
-    """A directory without a launcher in its state may be a run that starts this very moment: only after a minute it is not."""
+    """The moment between making a directory and naming its launcher in it is short: after a minute it is over."""
     return bool(run.state.get("launcher")) or time.time() - run.path.stat().st_mtime > 60
 
 
