@@ -161,6 +161,7 @@ class MockGraph:
             "name": "frontend-0", "listen": f"127.0.0.1:{self.gateway_port}", "upstream": self.frontend, "served_model": SERVED, "model_path": str(self.model),
             "max_model_len": self.max_model_len, "block_size": self.block_size, "router": f"unix:{self.router_socket}" if self.with_router else "",
             "auth": "none",
+                "engine_kind": "mock",
         } | self.gateway_extra | changes  # fmt: skip
         self.start(name, [sys.executable, "-m", "components.frontend", "--plan", self.plan(name, config)])
 

@@ -34,17 +34,21 @@ class Decider:
         self.bookings = Bookings(config.booking_ttl_s)
         self.weights = Weights(config.host_hit_weight, config.blob_hit_weight)
         self.used: dict[int, float] = {}
+        self._deciding: dict[str, bool] = {}
         self._predicted: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     async def decide(self, q: Decide) -> Decision:
         """Never raises: no advice is an answer, with the reason in `error`."""
         started = time.perf_counter()
+        self._deciding[q.rid] = True
         try:
             decision = await self._decide(q)
         except asyncio.CancelledError:
             raise
         except Exception as e:
             decision = Decision(n=q.n, error=f"{type(e).__name__}: {e}")
+        finally:
+            self._deciding.pop(q.rid, None)
         self.metrics.decision(decision, len(q.ids), time.perf_counter() - started)
         return decision
 
@@ -67,6 +71,8 @@ class Decider:
         return Decision(n=q.n, prefill=choice.worker, overlap_blocks=choice.overlap_blocks)
 
     def note(self, note: Note) -> None:
+        if note.rid in self._deciding:
+            self._deciding[note.rid] = False
         self.bookings.end(note.rid)
         if note.op != "done":
             return

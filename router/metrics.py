@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from components.common.messages.router import Decision
 from router.bookings import Bookings
+
+disable_created_metrics()
 
 
 class Metrics:

@@ -1,0 +1,337 @@
+"""The gateway's request path: who calls, what may pass, which prefill worker, then the relay."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import random
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from components.common.errors import DynamoBlobError, nearest
+from components.common.messages import loadplan
+from components.common.messages.router import Decision, Note
+from components.frontend import sanitize
+from components.frontend.asking import asker
+from components.frontend.config import GatewayConfig
+from components.frontend.decisions import Decisions, Record
+from components.frontend.errors import Refusal
+from components.frontend.health import Health
+from components.frontend.metrics import Metrics
+from components.frontend.prompt import LONG_TEXT, Renderer
+from components.frontend.relay import ClientStalled, Outgoing, Relay
+from components.frontend.tenants import Caller, Tenants
+from components.frontend.upstream import Upstreams
+
+log = logging.getLogger("gateway")
+
+
+class Gateway:
+    """State of one gateway process. Raises GATEWAY-AUTH-NONE-PUBLIC, GATEWAY-NO-TENANTS, GATEWAY-NO-TOKENIZER."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        host = config.listen.rpartition(":")[0].strip("[]")
+        if config.auth == "none" and not _loopback(host):
+            raise DynamoBlobError(
+                "GATEWAY-AUTH-NONE-PUBLIC", "auth: none would let anybody in", where=config.listen, why="the address is not loopback",
+                do="listen on 127.0.0.1, or set auth: keys and a tenants file",
+            )  # fmt: skip
+        if config.auth == "keys" and not config.tenants_file:
+            raise DynamoBlobError(
+                "GATEWAY-NO-TENANTS",
+                "auth: keys needs a tenants file",
+                where=config.name,
+                do="set tenants_file; configs/tenants holds examples",
+            )
+        self.tenants = Tenants(config.tenants_file if config.auth == "keys" else None)
+        self.renderer = Renderer(config.model_path)
+        self.upstreams = Upstreams(config)
+        self.asker = asker(config.router, config.router_deadline_ms / 1e3)
+        self.health = Health(config, self.upstreams)
+        self.relay = Relay(config, self.upstreams, self._why_unhealthy)
+        self.metrics, self.decisions = Metrics(), Decisions(config.decisions_kept)
+        self.threads = ThreadPoolExecutor(2, "tokenise")
+        self.inflight = 0
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def open(self) -> None:
+        await self.upstreams.open()
+        if self.asker:
+            await self.asker.open()
+
+    async def close(self) -> None:
+        if self.asker:
+            await self.asker.close()
+        await self.upstreams.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- requests
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, "/v1/chat/completions")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, "/v1/completions")
+
+    async def _counted(self, request: web.Request, path: str) -> web.StreamResponse:
+        record = Record(str(uuid.uuid4()))
+        request["record"] = record
+        started = time.perf_counter()
+        self.inflight += 1
+        self.idle.clear()
+        try:
+            response = await self._admitted(request, path, record)
+            record.outcome = record.outcome or "ok"
+            return response
+        except Refusal as e:
+            record.status, record.outcome = e.status, "refused" if e.status < 500 else "failed"
+            self.metrics.refused.labels(e.code).inc()
+            raise
+        except (asyncio.CancelledError, ConnectionResetError):
+            record.outcome = "client-gone"
+            raise
+        except ClientStalled:
+            record.outcome = "client-stalled"
+            raise
+        finally:
+            self.inflight -= 1
+            if not self.inflight:
+                self.idle.set()
+            record.seconds = time.perf_counter() - started
+            self._finished(record, path)
+
+    async def _admitted(self, request: web.Request, path: str, record: Record) -> web.StreamResponse:
+        if self.draining:
+            raise Refusal(503, "draining", "this gateway is going away", retry_after=1)
+        caller = self.tenants.caller(request.headers)
+        record.tenant = caller.name
+        if self.inflight > self.config.max_concurrent:
+            raise Refusal(
+                429,
+                "overloaded",
+                f"{self.config.max_concurrent} requests are in flight, as many as this gateway takes",
+                retry_after=1,
+            )
+        self.tenants.admit(caller)
+        try:
+            return await self._serve(request, path, record, caller)
+        finally:
+            self.tenants.leave(caller)
+
+    async def _serve(self, request: web.Request, path: str, record: Record, caller: Caller) -> web.StreamResponse:
+        raw = await self._read(request, self.tenants.body_limit(caller, self.config.max_body_bytes))
+        body = sanitize.decode(raw)
+        self._check_model(body)
+        salt = self.tenants.salt(caller, sanitize.clean(body))
+        if salt:
+            body["cache_salt"] = salt
+        started = time.perf_counter()
+        decision = await self._decide(path, body, salt, record)
+        self.metrics.decide.observe(time.perf_counter() - started)
+        asked = record.pin in ("pinned", "late", "none")
+        if self.config.trace_share >= 1 or (self.config.trace_share and random.random() < self.config.trace_share):
+            sanitize.ask_worker_ids(body)
+        headers = sanitize.passed_headers(request.headers) | {"content-type": "application/json"}
+        if decision is not None:
+            headers |= loadplan.header(decision)
+        first = partial(self._first, record, started, asked)
+        try:
+            return await self.relay.run(
+                request, Outgoing(path, sanitize.encode(body), headers, record.named), record, first
+            )
+        finally:
+            if asked and self.asker:
+                self.asker.note(
+                    Note(
+                        op="done",
+                        rid=record.request_id,
+                        served=record.served_prefill,
+                        cached_tokens=record.cached_tokens,
+                    )
+                )
+
+    def _first(self, record: Record, started: float, asked: bool) -> None:
+        record.ttft_ms = (time.perf_counter() - started) * 1e3
+        self.metrics.first_byte.observe(record.ttft_ms / 1e3)
+        if asked and self.asker:
+            self.asker.note(Note(op="first", rid=record.request_id))
+
+    async def _read(self, request: web.Request, limit: int) -> bytes:
+        if request.content_type != "application/json":
+            raise Refusal(
+                415, "unsupported_media_type", "send the body as application/json (-H 'content-type: application/json')"
+            )
+        too_large = Refusal(413, "body_too_large", f"the body is larger than {limit} bytes, the limit here")
+        if request.content_length is not None and request.content_length > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.config.body_deadline_s):
+                while chunk := await request.content.readany():
+                    size += len(chunk)
+                    if size > limit:
+                        raise too_large
+                    parts.append(chunk)
+        except TimeoutError:
+            raise Refusal(
+                408, "body_timeout", f"the body did not arrive within {self.config.body_deadline_s:g} s"
+            ) from None
+        return b"".join(parts)
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        model = body.get("model")
+        if not isinstance(model, str) or not model:
+            raise Refusal(400, "invalid_request", "model must be a string", param="model")
+        if model != self.config.served_model:
+            raise Refusal(
+                404,
+                "model_not_found",
+                f"the model '{model[:200]}' is not served here; {nearest(model[:200], [self.config.served_model])}",
+                param="model",
+            )
+
+    # -- the decision
+
+    async def _decide(self, path: str, body: dict[str, Any], salt: str, record: Record) -> Decision | None:
+        """Sets record.pin and record.named. Raises Refusal(400) for a prompt that cannot fit."""
+        ids = await self._ids(path, body)
+        if ids is None:
+            record.pin = "unsure"
+            return None
+        if len(ids) >= self.config.max_model_len:
+            raise _too_long(str(len(ids)), self.config.max_model_len)
+        if self.asker is None:
+            record.pin = "no-router"
+            return None
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        decision = await self.asker.decide(record.request_id, ids, salt, most if type(most) is int and most > 0 else 0)
+        if decision is None:
+            record.pin = "late" if self.asker.connected else "no-router"
+            return None
+        record.named, record.overlap_blocks = decision.prefill, decision.overlap_blocks
+        record.pin = "none" if decision.prefill is None else "pinned"
+        return decision
+
+    async def _ids(self, path: str, body: dict[str, Any]) -> list[int] | None:
+        chat = path.endswith("/chat/completions")
+        prompt = self.renderer.chat(body) if chat else self.renderer.completion(body)
+        if prompt is None or isinstance(prompt, list):
+            return prompt
+        at_least = len(prompt) // self.renderer.longest_token
+        if at_least >= self.config.max_model_len:
+            raise _too_long(f"more than {at_least}", self.config.max_model_len)
+        encode = partial(self.renderer.encode, prompt, add_special_tokens=not chat)
+        if len(prompt) <= LONG_TEXT:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, encode)
+
+    async def _why_unhealthy(self) -> str:
+        self.health.saw(False)
+        return "" if await self.health.listed() else f"no worker is there for '{self.config.served_model}'"
+
+    def _finished(self, record: Record, path: str) -> None:
+        m = self.metrics
+        m.requests.labels(path.removeprefix("/v1/"), record.tenant, record.outcome).inc()
+        m.seconds.observe(record.seconds)
+        if record.pin:
+            m.pins.labels(record.pin).inc()
+        if record.retried:
+            m.retries.inc()
+        if record.named is not None and record.served_prefill not in (None, record.named):
+            m.unserved_pins.inc()
+        if record.outcome == "ok":
+            self.health.saw(True)
+        elif record.outcome in ("torn", "failed"):
+            self.health.saw(False)
+        self.decisions.add(record)
+
+    # -- about the gateway
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.tenants.caller(request.headers)
+        return _json({"object": "list", "data": [self._card()] if (await self.health.look()).ok else []})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self.tenants.caller(request.headers)
+        name = request.match_info["model"]
+        self._check_model({"model": name})
+        if not (await self.health.look()).ok:
+            raise Refusal(503, "unavailable", self.health.verdict.why, retry_after=2)
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "id": c.served_model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "dynamo-blob",
+            "context_window": c.max_model_len,
+            "engine": c.engine_kind,
+        }
+
+    async def healthz(self, _: web.Request) -> web.Response:
+        verdict = await self.health.look()
+        ok = verdict.ok and not self.draining
+        why = "draining" if self.draining else verdict.why
+        return _json({"status": "healthy" if ok else "unhealthy", "why": why, **self.status()}, 200 if ok else 503)
+
+    async def live(self, _: web.Request) -> web.Response:
+        return _json({"status": "live"})
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.config.name, "pid": os.getpid(), "model": self.config.served_model, "engine": self.config.engine_kind, "inflight": self.inflight,
+            "router": "none" if self.asker is None else "connected" if self.asker.connected else "away",
+        }  # fmt: skip
+
+    async def exposition(self, _: web.Request) -> web.Response:
+        m = self.metrics
+        m.inflight.set(self.inflight)
+        m.reloads.set(self.tenants.reloads)
+        m.reload_errors.set(self.tenants.reload_errors)
+        m.healthy.set(float(self.health.verdict.ok))
+        return web.Response(body=m.exposition(), headers={"content-type": "text/plain; version=0.0.4"})
+
+    async def decision(self, request: web.Request) -> web.Response:
+        """Loopback callers only; with `auth: keys` a tenant sees its own requests."""
+        caller = self.tenants.caller(request.headers)
+        if not _loopback(request.remote or ""):
+            raise Refusal(403, "loopback_only", "decisions are shown to callers on this host only")
+        found = self.decisions.get(request.match_info["id"])
+        if found is None or found["tenant"] != caller.name:
+            raise Refusal(404, "not_found", "no recent request has this id")
+        return _json(found)
+
+
+def _too_long(tokens: str, limit: int) -> Refusal:
+    return Refusal(
+        400,
+        "context_length_exceeded",
+        f"the prompt has {tokens} tokens; this model takes {limit} tokens of prompt and answer together",
+        param="messages",
+    )
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
