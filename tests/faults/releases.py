@@ -14,9 +14,11 @@ from blake3 import blake3
 from safetensors.torch import save_file
 
 from components.common.loading.config import ReleaseConfig, TrustConfig, WeightsConfig
+from components.common.registry import signing
 from components.common.registry.hashing import hash_file
 from components.common.registry.headers import tensor_index
 from components.common.registry.manifest import FileEntry, Manifest, TensorEntry, weights_digest
+from components.common.registry.publish import SIGNATURE_FORMAT
 from components.common.storage.config import AccountConfig, CredentialConfig
 
 MiB = 2**20
@@ -64,6 +66,13 @@ def put_manifest(store: Path, manifest: Manifest, container: str = "weights") ->
     target = store / container / f"releases/{manifest.model}/{manifest.version}/manifest.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(manifest.canonical())
+    commit = {
+        "format": SIGNATURE_FORMAT,
+        "model": manifest.model,
+        "version": manifest.version,
+        "manifest": manifest.digest(),
+    }
+    target.with_name("manifest.sig").write_bytes(signing.unsigned(commit))
 
 
 def random_model(directory: Path, shards: list[dict[str, torch.Tensor]], config: dict[str, Any] | None = None) -> None:

@@ -27,6 +27,10 @@ class WeightsConfig(Config):
     on_outage: Literal["wait", "use_cache", "keep_warm_replicas", "fail"] = Field(
         "use_cache", description="when neither service nor store answers"
     )
+    cache_dir: str = Field(
+        "",
+        description="node cache directory, read-only here: used by `on_outage: use_cache` when neither service nor store answers; empty = none",
+    )
     loader: Literal["dynamo_blob", "auto", "runai_streamer", "modelexpress"] = Field(
         "dynamo_blob", description="others need allow_unverified"
     )

@@ -20,7 +20,7 @@ from components.common.loading.config import WeightsConfig
 from components.common.loading.fetch import Fetcher, mismatch
 from components.common.loading.plan import RangeJob, Segment, small_files
 from components.common.loading.report import Report
-from components.common.loading.resolve import Resolved, resolve
+from components.common.loading.resolve import Found, resolve
 from components.common.registry.manifest import FileEntry, Manifest
 
 _SMALL_LIMIT = 1 << 30
@@ -39,7 +39,7 @@ def materialise_small_files(config: WeightsConfig) -> Path:
         raise
 
 
-def _materialise(config: WeightsConfig, resolved: Resolved, report: Report) -> Path:
+def _materialise(config: WeightsConfig, resolved: Found, report: Report) -> Path:
     manifest = resolved.manifest
     target = Path(config.root) / manifest.weights_digest
     if verify_directory(target, resolved) is None:
@@ -63,7 +63,7 @@ def _materialise(config: WeightsConfig, resolved: Resolved, report: Report) -> P
     return target
 
 
-def _publish(work: Path, target: Path, resolved: Resolved) -> None:
+def _publish(work: Path, target: Path, resolved: Found) -> None:
     """Rename into place; another worker may have done so meanwhile, or left an altered directory there."""
     for _ in range(3):
         try:
@@ -106,7 +106,7 @@ def fetch_file(file: FileEntry, range_bytes: int, fetcher: Fetcher) -> bytes:
     return bytes(data)
 
 
-def verify_directory(target: Path, resolved: Resolved) -> DynamoBlobError | None:
+def verify_directory(target: Path, resolved: Found) -> DynamoBlobError | None:
     """None if `target` holds exactly the small files of the release, else what is wrong."""
     try:
         verify_small_files(target, resolved.manifest)

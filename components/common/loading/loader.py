@@ -41,7 +41,7 @@ class BlobModelLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing: weights never touch a disk here."""
 
-    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         from components.common.loading.session import open_session
 
         report = Report(self.weights.report)

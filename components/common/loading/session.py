@@ -13,7 +13,7 @@ from components.common.loading.fetch import Fetcher
 from components.common.loading.files import verify_small_files
 from components.common.loading.inflight import InFlight
 from components.common.loading.report import Report
-from components.common.loading.resolve import Resolved, resolve
+from components.common.loading.resolve import Found, resolve
 from components.common.loading.stream import TensorStream, total_bytes
 from components.common.registry.manifest import Manifest
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Session:
     """`tensors()` may be called once."""
 
-    def __init__(self, config: WeightsConfig, resolved: Resolved, report: Report, *, verify: bool = True) -> None:
+    def __init__(self, config: WeightsConfig, resolved: Found, report: Report, *, verify: bool = True) -> None:
         self.config, self.resolved, self.report, self._verify = config, resolved, report, verify
 
     @property

@@ -1,0 +1,135 @@
+"""The weight service's HTTP face (see components.common.messages.weights). One event loop; work happens in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from components.common.errors import DynamoBlobError
+from components.weights.service import WeightService
+
+log = logging.getLogger("dynamo_blob.weights")
+
+_LINGER_S = 1.0  # after a refusal: long enough for waiting workers to read the reason
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def application(service: WeightService) -> web.Application:
+    app = web.Application(middlewares=[_errors])
+    routes = Routes(service)
+    app.add_routes([
+        web.get("/health", routes.health), web.get("/v1/release", routes.release), web.get("/v1/manifest", routes.manifest),
+        web.get("/v1/sources", routes.sources), web.get("/v1/status", routes.status),
+    ])  # fmt: skip
+    return app
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except DynamoBlobError as e:
+        status = 404 if e.code == "WEIGHTS-UNKNOWN-OBJECT" else 503
+        return web.json_response(e.as_json(), status=status)
+
+
+class Routes:
+    def __init__(self, service: WeightService) -> None:
+        self.service = service
+
+    def _ready(self) -> WeightService:
+        s = self.service
+        if not s.ready:
+            e = s.error or DynamoBlobError(
+                "WEIGHTS-STARTING", "the weight service is resolving its release", where=s.config.name
+            )
+            raise DynamoBlobError(e.code, e.what, where=e.where, why=e.why, do=e.do, **{**e.data, "final": s.final})
+        return s
+
+    async def health(self, request: web.Request) -> web.Response:
+        s = self._ready()
+        return web.json_response({"name": s.config.name, "ready": True})
+
+    async def release(self, request: web.Request) -> web.Response:
+        release = self._ready().release
+        assert release is not None
+        return web.json_response(release.model_dump(mode="json"))
+
+    async def manifest(self, request: web.Request) -> web.Response:
+        found = self._ready().found
+        assert found is not None
+        return web.Response(body=found.manifest_bytes, content_type="application/json")
+
+    async def sources(self, request: web.Request) -> web.Response:
+        s = self._ready()
+        s.count("sources_asked")
+        return web.json_response(s.sources(request.query.get("object", "")).model_dump(mode="json"))
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(self.service.status())
+
+
+async def serve(service: WeightService, stop: asyncio.Event) -> None:
+    """Listen at once, resolve beside it, run until `stop`. Raises the error with which the release was refused."""
+    runner = web.AppRunner(application(service), access_log=None, handle_signals=False, shutdown_timeout=2.0)
+    await runner.setup()
+    site = await _listen(runner, service.config.listen)
+    resolving = asyncio.create_task(asyncio.to_thread(service.resolve))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({resolving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if resolving.done() and resolving.exception() is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _LINGER_S)
+            resolving.result()
+        await stopping
+    finally:
+        service.close()
+        stopping.cancel()
+        await site.stop()
+        await runner.cleanup()
+        _remove_socket(service.config.listen)
+
+
+async def _listen(runner: web.AppRunner, address: str) -> Any:
+    if address.startswith("unix:"):
+        path = Path(address[5:])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await _refuse_living(path)
+        _remove_socket(address)
+        site: Any = web.UnixSite(runner, str(path))
+        await site.start()
+        os.chmod(path, 0o660)
+        return site
+    host, _, port = address.removeprefix("tcp:").rpartition(":")
+    site = web.TCPSite(runner, host, int(port))
+    await site.start()
+    return site
+
+
+def _remove_socket(address: str) -> None:
+    if address.startswith("unix:"):
+        Path(address[5:]).unlink(missing_ok=True)
+
+
+async def _refuse_living(path: Path) -> None:
+    """A socket left by a dead service is replaced; one that answers is another service's."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(path)), 1.0)
+    except (OSError, TimeoutError):
+        return
+    writer.close()
+    raise DynamoBlobError(
+        "WEIGHTS-SOCKET-TAKEN",
+        "another weight service listens there",
+        where=str(path),
+        do="stop it, or give this one another socket",
+    )

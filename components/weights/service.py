@@ -1,0 +1,137 @@
+"""What the weight service knows: the release it resolved once and pinned for its life, and where its bytes are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+from components.common.errors import DynamoBlobError
+from components.common.loading.resolve import Found, from_cache, outage, parse_manifest
+from components.common.messages.weights import Release, Source, Sources
+from components.common.registry.manifest import FileEntry
+from components.weights.config import WeightServiceConfig
+
+log = logging.getLogger("dynamo_blob.weights")
+
+_RETRY_S = 1.0
+
+
+class WeightService:
+    """Thread-safe. `resolve` blocks until the release is proven or refused."""
+
+    def __init__(self, config: WeightServiceConfig) -> None:
+        self.config = config
+        self.found: Found | None = None
+        self.release: Release | None = None
+        self.error: DynamoBlobError | None = None
+        self.final = False
+        self.counts: Counter[str] = Counter()
+        self._objects: dict[str, FileEntry] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    @property
+    def ready(self) -> bool:
+        return self.release is not None
+
+    def resolve(self) -> None:
+        """Resolve the release; an outage of the store is waited out, a refusal is final. Raises the refusal."""
+        while not self._stop.is_set():
+            try:
+                self._resolve_once()
+                return
+            except DynamoBlobError as e:
+                self.error = e
+                if not outage(e):
+                    self.final = True
+                    raise
+                log.warning("waiting for the store: %s", e)
+                self._stop.wait(_RETRY_S)
+
+    def _resolve_once(self) -> None:
+        release = resolve_release(self.config)
+        found = release.found
+        self._objects = {f.blake3: f for f in found.manifest.files}
+        self.found, self.release, self.error = found, release.message, None
+        log.info(
+            "%s serves %s %s, manifest %s",
+            self.config.name,
+            release.message.model,
+            release.message.version,
+            release.message.manifest_digest,
+        )
+
+    def file(self, digest: str) -> FileEntry:
+        file = self._objects.get(digest)
+        if file is None:
+            raise DynamoBlobError(
+                "WEIGHTS-UNKNOWN-OBJECT",
+                "the release has no such file",
+                why=f"blake3 {digest[:80]}",
+                do="ask for objects of the manifest only",
+            )
+        return file
+
+    def sources(self, digest: str) -> Sources:
+        """For each range of the file, where to get it. Blob is always the last resort."""
+        file = self.file(digest)
+        blob = Source(kind="blob", uri=f"{file.container or self.config.weights.release.container}/{file.blob}")
+        return Sources(object=digest, ranges=tuple((blob,) for _ in file.ranges))
+
+    def count(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += amount
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            counts = dict(self.counts)
+        w = self.config.weights
+        return {
+            "name": self.config.name, "ready": self.ready, "release": self.release.model_dump(mode="json") if self.release else None,
+            "trust": w.trust.require, "loader": w.loader, "unverified": w.loader != "dynamo_blob",
+            "error": self.error.as_json() if self.error else None, "counts": counts,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self._stop.set()
+        if self.found:
+            self.found.reader.close()
+
+
+class Pinned:
+    """A proven release and the message that describes it."""
+
+    def __init__(self, found: Found, message: Release) -> None:
+        self.found, self.message = found, message
+
+
+def resolve_release(config: WeightServiceConfig) -> Pinned:
+    """Resolve from the registry, with the read recorded; from the node cache if the store is out and the plan allows it."""
+    from components.common.registry import release
+    from components.common.storage.account import Account
+    from components.common.storage.ranges import RangeReader
+
+    w = config.weights.model_copy(update={"service": "", "cache_dir": config.cache_dir or config.weights.cache_dir})
+    account = Account(w.account)
+    reader = RangeReader(w.account)
+    try:
+        found = release.resolve(account, w.release, w.trust, record=True)
+        manifest = parse_manifest(found.manifest_bytes, where=found.uri)
+        return Pinned(Found(manifest, found.manifest_bytes, reader, None), found.message())
+    except DynamoBlobError as e:
+        if not outage(e) or w.on_outage != "use_cache" or not w.release.manifest_digest:
+            raise
+        try:
+            manifest, data = from_cache(w)
+        except DynamoBlobError:
+            raise e from None
+        log.warning("the store does not answer: serving the pinned release from the node cache")
+        message = Release(
+            model=manifest.model, version=manifest.version, manifest_digest=manifest.digest(), weights_digest=manifest.weights_digest,
+            manifest_uri="cache", resolved_from="cache",
+        )  # fmt: skip
+        return Pinned(Found(manifest, data, reader, None, offline=True), message)
+    finally:
+        account.close()

@@ -1,0 +1,117 @@
+"""The weight service and the files of a release, over the real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bench.standin import StandIn
+from components.common.errors import DynamoBlobError
+from components.common.loading.files import materialise_small_files
+from components.common.registry.manifest import Manifest
+from tests.faults.releases import MiB, make_release, random_model, tensors_of, weights_config
+from tests.faults.services import ServiceProcess
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StandIn]:
+    server = StandIn(tmp_path / "store").start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    random_model(tmp_path / "model", [tensors_of(1, [300_000] * 4)])
+    return make_release(tmp_path / "store", tmp_path / "model", range_bytes=MiB)
+
+
+def test_service_answers_and_small_files_are_made_once_verified(
+    tmp_path: Path, store: StandIn, manifest: Manifest
+) -> None:
+    config = weights_config(store.url, tmp_path / "w", manifest)
+    with ServiceProcess(tmp_path / "s", config) as service:
+        assert service.client.release().manifest_digest == manifest.digest()
+        assert service.client.manifest() == manifest.canonical()
+        sources = service.client.sources(manifest.files[-1].blake3)
+        assert [r[-1].kind for r in sources.ranges] == ["blob"] * len(manifest.files[-1].ranges)
+        with pytest.raises(DynamoBlobError, match="WEIGHTS-UNKNOWN-OBJECT"):
+            service.client.sources("0" * 64)
+        used = weights_config(store.url, tmp_path / "w", manifest, service=service.socket)
+        with ThreadPoolExecutor(4) as pool:  # four workers at once: one directory
+            paths = set(pool.map(lambda _: materialise_small_files(used), range(4)))
+        assert paths == {Path(used.root) / manifest.weights_digest}
+        path = paths.pop()
+        assert sorted(p.name for p in path.iterdir()) == [
+            "chat_template.jinja",
+            "config.json",
+            "manifest.json",
+            "tokenizer.json",
+        ]
+        assert (path / "config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
+        assert [p.name for p in Path(used.root).iterdir()] == [manifest.weights_digest], "no leftovers"
+        assert service.stop() == 0
+    assert not Path(service.socket[5:]).exists()
+
+
+def test_altered_missing_or_added_small_file_is_replaced_before_use(
+    tmp_path: Path, store: StandIn, manifest: Manifest
+) -> None:
+    config = weights_config(store.url, tmp_path / "w", manifest)
+    path = materialise_small_files(config)
+    wanted = {p.name: p.read_bytes() for p in path.iterdir()}
+    for spoil in (
+        lambda: (path / "config.json").write_text("{}"),
+        lambda: (path / "tokenizer.json").unlink(),
+        lambda: (path / "evil.py").write_text("x"),
+        lambda: (path / "manifest.json").write_text("{}"),
+        lambda: os.truncate(path / "tokenizer.json", 10),
+    ):
+        spoil()
+        assert materialise_small_files(config) == path
+        assert {p.name: p.read_bytes() for p in path.iterdir()} == wanted
+
+
+def test_workers_that_start_before_the_service_wait_for_it(tmp_path: Path, store: StandIn, manifest: Manifest) -> None:
+    config = weights_config(store.url, tmp_path / "w", manifest)
+    service = ServiceProcess(tmp_path / "s", config)
+    used = weights_config(store.url, tmp_path / "w", manifest, service=service.socket, service_deadline_s=30.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(materialise_small_files, used)
+        with service:
+            assert waiting.result(30).name == manifest.weights_digest
+    report = json.loads(Path(used.report).read_text()) if Path(used.report).exists() else {}
+    assert report.get("service", "present") == "present"
+
+
+def test_refused_release_ends_the_service_and_tells_the_waiting_worker(
+    tmp_path: Path, store: StandIn, manifest: Manifest
+) -> None:
+    wrong = manifest.model_copy(update={"version": "2"})
+    config = weights_config(store.url, tmp_path / "w", wrong)
+    service = ServiceProcess(tmp_path / "s", config)
+    used = weights_config(store.url, tmp_path / "w", wrong, service=service.socket, service_deadline_s=30.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(materialise_small_files, used)
+        service.start(wait_s=0)
+        assert service.process is not None and service.process.wait(30) == 1
+        with pytest.raises(DynamoBlobError) as e:
+            waiting.result(30)
+    assert e.value.code == "REGISTRY-RELEASE-MISSING" and "/1/" not in e.value.where
+    assert "REGISTRY-RELEASE-MISSING" in service.log.read_text() and "Traceback" not in service.log.read_text()
+    assert json.loads(Path(used.report).read_text())["error"]["code"] == "REGISTRY-RELEASE-MISSING"
+
+
+def test_the_service_pins_only_what_the_plan_names(tmp_path: Path, store: StandIn, manifest: Manifest) -> None:
+    """A service with another plan cannot make a worker take another manifest."""
+    other = make_release(tmp_path / "store", tmp_path / "model", version="9", range_bytes=MiB)
+    with ServiceProcess(tmp_path / "s", weights_config(store.url, tmp_path / "w", other)) as service:
+        used = weights_config(store.url, tmp_path / "w", manifest, service=service.socket)
+        with pytest.raises(DynamoBlobError) as e:
+            materialise_small_files(used)
+    assert e.value.code == "WEIGHTS-MANIFEST-MISMATCH" and e.value.data["found"] == other.digest()
