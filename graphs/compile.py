@@ -330,11 +330,13 @@ class _Compiler:
         spec, site = self.spec.components.frontend, self.site
         host, _, number = spec.listen.rpartition(":")
         port = int(number) if i == 0 else site.port(self.spec, "frontend", i)
-        router = self.spec.components.router
+        router, replicas = self.spec.components.router, self.spec.components.weights.replicas
+        service = site.unix(f"weights-{i % replicas}.sock") if replicas else ""
         config = GatewayConfig(
             name=f"frontend-{i}", listen=f"{host}:{port}",
             upstream=f"http://{LOOPBACK}:{site.port(self.spec, 'dynamo-frontend', i % max(1, self.spec.components.dynamo_frontend.replicas))}",
             served_model=self.spec.served_model, engine_kind=self.spec.engine.kind, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
+            weights=self.weights_config("serving-weights-only", "", service),
             max_model_len=min(w.args.max_model_len for w in self.workers), block_size=self.first.args.block_size,
             router=site.unix(f"router-{i % router.replicas}.sock") if router and router.replicas else "",
             router_deadline_ms=router.decide_deadline_ms if router else 50.0, auth=spec.auth,
@@ -346,7 +348,9 @@ class _Compiler:
             "frontend", i, spec, [site.python, "-m", "components.frontend"], config=config, env=self.env.python(),
             ports=(Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),),
             probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60),
-            memory_bytes=250 << 20, talks_to=("dynamo-frontend", *(("router",) if router else ())),
+            identity="serving-weights-only", secrets=self.credentials("serving-weights-only", "weights"),
+            volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),),
+            memory_bytes=250 << 20, talks_to=("dynamo-frontend", "weights", *(("router",) if router else ()), *(("azurite",) if self.spec.storage.embedded == "azurite" else ())),
         )  # fmt: skip
 
 

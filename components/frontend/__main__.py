@@ -24,6 +24,10 @@ def main() -> int:
         print(e, file=sys.stderr)
         return 2
     try:
+        if config.weights is not None:
+            from components.common.loading.files import materialise_small_files
+
+            config = config.model_copy(update={"model_path": str(materialise_small_files(config.weights))})
         uvloop.run(serve(config))
     except (DynamoBlobError, OSError) as e:
         print(e, file=sys.stderr)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from components.common.config import Config
+from components.common.loading.config import WeightsConfig
 
 
 class GatewayConfig(Config):
@@ -19,6 +20,9 @@ class GatewayConfig(Config):
     )
     served_model: str = Field(description="model name clients use")
     model_path: str = Field(description="directory with tokenizer.json, config.json, chat template of the release")
+    weights: WeightsConfig | None = Field(
+        None, description="how to get the release's small files (tokenizer, template) when they are not at model_path yet"
+    )
     engine_kind: Literal["vllm", "mock"] = Field(
         "vllm", description="shown in /v1/models and /status; a mock never calls itself real"
     )
