@@ -4,6 +4,7 @@
 
     sequence   counts every change, so that an older copy put back is recognised by the audit record
     current, previous   versions ("" = none)
+    stack      versions as they followed each other, the last `STACK`; a rollback takes the last off
     retired    versions nobody may promote again
     history    [{sequence, action, version, manifest, at}], oldest first, the last `HISTORY` of them
 
@@ -27,6 +28,7 @@ from components.common.storage.errors import StorageError
 
 FORMAT = "dynamo-blob.channel/1"
 HISTORY = 200
+STACK = 50
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Channel:
     @property
     def previous(self) -> str:
         return str(self.document["previous"])
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        return tuple(self.document["stack"])
 
     @property
     def retired(self) -> tuple[str, ...]:
@@ -131,7 +137,15 @@ def read_channel(account: Account, layout: Layout, model: str) -> Channel | None
 def _problem(d: dict[str, Any]) -> str:
     if d.get("format") != FORMAT:
         return f"format {d.get('format')!r}"
-    kinds = {"model": str, "current": str, "previous": str, "sequence": int, "retired": list, "history": list}
+    kinds = {
+        "model": str,
+        "current": str,
+        "previous": str,
+        "sequence": int,
+        "retired": list,
+        "stack": list,
+        "history": list,
+    }
     wrong = [k for k, t in kinds.items() if not isinstance(d.get(k), t)]
     if wrong:
         return f"field '{wrong[0]}' is missing or wrong"
@@ -213,6 +227,7 @@ def _empty(account: Account, layout: Layout, model: str) -> Channel:
         "sequence": 0,
         "current": "",
         "previous": "",
+        "stack": [],
         "retired": [],
         "history": [],
     }

@@ -157,8 +157,10 @@ def adopt(
 
 def begin(account: Account, layout: Layout, manifest: Manifest) -> bool:
     """Create the manifest, the root that protects its objects; True if it was there already, equal."""
-    name = layout.manifest(manifest.model, manifest.version)
+    name, mark = layout.manifest(manifest.model, manifest.version), layout.signature(manifest.model, manifest.version)
     data = manifest.canonical()
+    if account.find(layout.container, mark) and TOMBSTONE_FORMAT.encode() in account.get(layout.container, mark):
+        raise _retired(account, layout, manifest)
     try:
         account.create(layout.container, name, data)
         return False
@@ -203,10 +205,7 @@ def commit(account: Account, layout: Layout, manifest: Manifest, key: SigningKey
         where=account.uri(layout.container, name),
     )
     if there.get("format") == TOMBSTONE_FORMAT:
-        raise DynamoBlobError(
-            "REGISTRY-VERSION-RETIRED", f"version {version} of {model} was retired", where=account.uri(layout.container, name),
-            do="publish under a new version: versions are never reused",
-        )  # fmt: skip
+        raise _retired(account, layout, manifest)
     if there.get("manifest") != digest or (key and there.get("key") != key.public):
         raise DynamoBlobError(
             "REGISTRY-VERSION-TAKEN", f"version {version} of {model} is signed already, by another key or for other content",
@@ -286,6 +285,13 @@ def _manifest(
         model=model, version=version, range_bytes=range_bytes, files=tuple(sorted(files, key=lambda f: f.path)),
         tensors=tuple(sorted(tensors, key=lambda t: (t.file, t.begin, t.end, t.name))),
         weights_digest=weights_digest([f.blake3 for f in files]), provenance=provenance or {},
+    )  # fmt: skip
+
+
+def _retired(account: Account, layout: Layout, manifest: Manifest) -> DynamoBlobError:
+    return DynamoBlobError(
+        "REGISTRY-VERSION-RETIRED", f"version {manifest.version} of {manifest.model} was retired",
+        where=account.uri(layout.container, layout.signature(manifest.model, manifest.version)), do="publish under a new version: versions are never reused",
     )  # fmt: skip
 
 

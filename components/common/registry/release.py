@@ -36,7 +36,7 @@ from components.common.registry import audit, signing
 from components.common.registry.channel import Channel, read_channel
 from components.common.registry.config import ReleaseConfig, TrustConfig
 from components.common.registry.layout import Layout, check_names
-from components.common.registry.manifest import FORMAT, Manifest
+from components.common.registry.manifest import FORMAT, Manifest, weights_digest
 from components.common.registry.publish import SIGNATURE_FORMAT, TOMBSTONE_FORMAT
 from components.common.storage.account import Account
 from components.common.storage.errors import StorageError
@@ -175,6 +175,8 @@ def parse_manifest(data: bytes, model: str, version: str, uri: str) -> Manifest:
             raise ValueError(f"it is the manifest of {manifest.model} {manifest.version}")
         if manifest.range_bytes <= 0:
             raise ValueError("range_bytes must be positive")
+        if manifest.weights_digest != weights_digest([f.blake3 for f in manifest.files]):
+            raise ValueError("weights_digest does not fit the files")
         for f in manifest.files:
             if len(f.ranges) != -(-f.size // manifest.range_bytes):
                 raise ValueError(f"{f.path}: {len(f.ranges)} range digests for {f.size} bytes")
