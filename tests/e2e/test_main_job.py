@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.graph import ROOT, Graph, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-FLOAT32 = ("engine.settings.dtype=float32",)
+FLOAT32 = ("engine.set.dtype=float32",)
 PROMPT_TOKENS = (300, 600, 900, 1200, 1600, 2000)
 
 
