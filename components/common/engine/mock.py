@@ -29,7 +29,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.common.backend.publisher import KvEventSource, PushSource
 from dynamo.common.constants import DisaggregationMode
 from dynamo.common.utils.token_ids import normalize_request_token_ids
-from dynamo.llm.exceptions import EngineShutdown
+from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from components.common.engine.config import WorkerConfig
 from components.common.errors import DynamoBlobError
@@ -240,6 +240,10 @@ class MockEngine(LLMEngine):
             return
         if self.mode == DisaggregationMode.PREFILL:
             enforce_prefill_max_tokens(request)
+        if len(tokens) >= self.config.engine.max_model_len:
+            raise InvalidArgument(
+                f"the prompt has {len(tokens)} tokens; this engine takes {self.config.engine.max_model_len} with the answer"
+            )
         self.counters["requests"] += 1
         handed = extract_prefill_result(request) if self.mode == DisaggregationMode.DECODE else None
         salt = (request.get("routing") or {}).get("cache_salt") or ""

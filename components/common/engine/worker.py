@@ -144,7 +144,9 @@ class VllmEngine(LLMEngine):
         if self.config.role == "prefill":
             enforce_prefill_max_tokens(request)
         room = self.config.engine.max_model_len - len(prompt)
-        params = sampling_params(request, self.defaults, room, {"kv_transfer_params": self._kv_params(request, salt)})
+        params = sampling_params(
+            request, self.defaults, room, {"kv_transfer_params": self._kv_params(request, context, salt)}
+        )
         inputs = TokensPrompt(prompt_token_ids=prompt)
         if salt:
             inputs["cache_salt"] = salt
@@ -158,7 +160,7 @@ class VllmEngine(LLMEngine):
                     if chunk is not None:
                         yield chunk
 
-    def _kv_params(self, request: Any, salt: str | None) -> dict[str, Any]:
+    def _kv_params(self, request: Any, context: Any, salt: str | None) -> dict[str, Any]:
         """kv_transfer_params for the connectors: the handover's part and the tiers' part."""
         params: dict[str, Any] = {}
         if self.config.role == "prefill":
@@ -169,7 +171,8 @@ class VllmEngine(LLMEngine):
             except DynamoBlobError as e:
                 log.error("%s", e)
         if self.config.kv is not None:
-            params.update(tags.tier_params(self.config.role, request, salt, bool(params.get("do_remote_prefill"))))
+            remote = bool(params.get("do_remote_prefill"))
+            params.update(tags.tier_params(self.config.role, context.metadata, salt, remote))
         return params
 
     def _chunk(self, choice: Any, sent: list[int], request: Any, prompt_len: int, output: Any) -> dict[str, Any] | None:
