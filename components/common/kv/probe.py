@@ -41,15 +41,16 @@ class ProbeConfig(Config):
     )
 
 
-def is_old(name: str, modified: float, generation: int, modified_before: float) -> bool:
+def is_old(name: str, modified: float, generation: int, newest: int, modified_before: float) -> bool:
     """Whether an object under the tenant's prefix falls under the purge.
 
-    By age (`modified_before` > 0), or by generation; what carries no generation belongs to the tenant and goes.
+    By age (`modified_before` > 0), or by generation: kept are `generation` (the purge's) to `newest` (read before
+    listing). What carries no generation, or one never given, belongs to the tenant all the same and goes.
     """
     if modified_before > 0:
         return modified <= modified_before
     part = name.split("/")[1] if name.count("/") else ""
-    return not _HEX32.match(part) or generation_of(part) < generation
+    return not _HEX32.match(part) or not generation <= generation_of(part) <= newest
 
 
 def probe(config: ProbeConfig) -> dict[str, Any]:
@@ -59,15 +60,15 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
     try:
         old = newer = 0
         examples: list[str] = []
+        generation = store.read_epochs().get(config.tenant, 0)
         for container in config.containers:
             for info in store.list(container, f"{config.tenant}/"):
-                if is_old(info.name, info.modified, config.generation, config.modified_before):
+                if is_old(info.name, info.modified, config.generation, generation, config.modified_before):
                     old += 1
                     examples += [f"{container}/{info.name}"] if len(examples) < _SHOWN else []
                 else:
                     newer += 1
         there = [f"{c}/{n}" for c, n in config.absent if account.find(c, n) is not None]
-        generation = store.read_epochs().get(config.tenant, 0)
         return {
             "pid": os.getpid(), "at": time.time(), "containers": list(config.containers), "old": old, "newer": newer,
             "asked": len(config.absent), "still_there": there[:_SHOWN], "examples": examples, "generation": generation,

@@ -157,11 +157,11 @@ class Purge:
 
     def _delete(self, state: State) -> int:
         """One pass over every container; objects deleted. Progress is saved per batch."""
-        done = 0
+        done, newest = 0, self.store.read_epochs().get(self.tenant, 0)
         for container in self._containers:
             batch: list[tuple[str, int]] = []
             for info in self.store.list(container, f"{self.tenant}/"):
-                if is_old(info.name, info.modified, state.generation, state.cutoff):
+                if is_old(info.name, info.modified, state.generation, newest, state.cutoff):
                     batch.append((info.name, info.size))
                 if len(batch) >= _BATCH:
                     done += self._delete_batch(state, container, batch)

@@ -128,10 +128,13 @@ class ReuseModel:
 
     def hazard(self) -> F64:
         """(groups, buckets), hits per object-second."""
-        weight = _PRIOR_OBJECTS * np.minimum(_WIDTH, 600)
+        weight = _PRIOR_OBJECTS * np.clip(_WIDTH, 30, 600)
         falling = 0.2 / (_MIDDLE + 30)
         everyone = (self._hits.sum(0) + falling * weight) / (self._exposed.sum(0) + weight)
-        return np.asarray((self._hits + everyone * weight) / (self._exposed + weight))
+        # before there is evidence, what was hit more often is expected sooner
+        hits = (np.arange(self._groups) // TURN_GROUPS) % HIT_GROUPS
+        prior = everyone * (1 + hits)[:, None] * weight
+        return np.asarray((self._hits + prior) / (self._exposed + weight))
 
     def index(self) -> F64:
         """(groups, buckets): best hit density over horizons, per second of holding one object."""

@@ -168,12 +168,15 @@ class Sweeper:
         self._based = True
 
     def _late(self) -> bool:
-        """Delete objects of generations that were purged: puts that landed after their purge. False = lease lost."""
+        """Delete objects of any generation but the current one: puts that landed after their purge. False = lease lost.
+
+        The generations are read after the names: no name here can be newer than they are.
+        """
         generations = self.store.read_epochs()
         late: dict[str, list[tuple[str, str]]] = {}
         for prefix in self.catalogue.prefixes():
             tenant, namespace = prefix.split("/")
-            if generation_of(namespace) < generations.get(tenant, 0):
+            if generation_of(namespace) != generations.get(tenant, 0):
                 for e in self.catalogue.entries(prefix + "/"):
                     late.setdefault(self.classes.container(e.cls) or self.config.container, []).append(
                         (e.name, "purged")
