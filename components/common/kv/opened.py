@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
-from components.common.kv.catalogue import Catalogue
 from components.common.kv.classes import Classes
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.epochs import Epochs
 from components.common.kv.index import Index
+from components.common.kv.journal import SharedIndex
 from components.common.kv.keys import Namespace
 from components.common.kv.objects import HEADER_BYTES
+from components.common.kv.store import KvStore
 from components.common.kv.stores import (
     BlobNotes,
     DirectoryNotes,
     Notes,
     Others,
     blob_transport,
-    epochs_of,
     mac_key,
     posix_transport,
 )
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MIN_SLOTS = 4
 _CATALOGUE = 1 << 18
+"""Objects the worker's index knows at most: 18 MiB."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Opened:
     transports: dict[str, Transport]
     container_of: Callable[[str], str]
     """Container (or "dir") of a retention class; empty = KV of this class stays in HBM and DRAM."""
+    default_class: str = "default"
     epochs: Epochs | None = None
     index: Index | None = None
     mac_key: bytes | None = None
@@ -91,7 +94,9 @@ def staging_pool(config: KvTiersConfig, row_bytes: int) -> StagingPool:
     return StagingPool(min(slots, 4 * config.threads), slot)
 
 
-def open_tier(config: KvTiersConfig, store: str, row_bytes: int, namespaces: list[Namespace]) -> Opened:
+def open_tier(
+    config: KvTiersConfig, store: str, row_bytes: int, namespaces: list[Namespace], worker: str = ""
+) -> Opened:
     """Open the "blob" or "posix" store of a worker. Never waits for the store: an outage is a miss, not a failed start."""
     pool = staging_pool(config, row_bytes)
     key = mac_key(config.mac_key_file)
@@ -101,14 +106,14 @@ def open_tier(config: KvTiersConfig, store: str, row_bytes: int, namespaces: lis
         opened = Opened(pool, {"dir": transport}, lambda cls: "dir", mac_key=key)
         opened.note = Others(notes, namespaces)
     else:
-        opened = _open_blob(config, pool, namespaces)
+        opened = _open_blob(config, pool, namespaces, worker or f"worker-{os.getpid()}")
         opened.mac_key = key
     for transport in opened.transports.values():
         leave_at_exit(transport)
     return opened
 
 
-def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace]) -> Opened:
+def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace], worker: str) -> Opened:
     assert config.account is not None
     account = Account(config.account)
     if config.tenants_file:
@@ -118,10 +123,11 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
     containers = sorted(set(classes.containers().values()))
     transports = {c: blob_transport(account, c, pool, config) for c in containers}
     home = config.container or containers[0]
-    epochs = epochs_of(account, home, config)
-    epochs.start()
+    control = KvStore(account, home, threads=1)
+    epochs = Epochs(control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s).start()
+    index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
     opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs)
     opened.note = Others(BlobNotes(account, home), namespaces)
-    opened.closers = [epochs.close]
-    opened.index = Catalogue(_CATALOGUE)
+    opened.closers = [epochs.close, index.close, control.close, account.close]
+    opened.index, opened.default_class = index, classes.default
     return opened

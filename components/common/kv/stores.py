@@ -1,4 +1,4 @@
-"""Opens what a tier's settings name: transports, purge generations, and the notes namespaces leave for each other."""
+"""Opens what a tier's settings name: transports, keys, and the notes namespaces leave for each other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from urllib.parse import parse_qs
 
 from components.common.errors import DynamoBlobError
 from components.common.kv.config import KvTiersConfig
-from components.common.kv.epochs import EPOCHS_OBJECT, Epochs
 from components.common.kv.keys import Namespace
 from components.common.storage.account import Account
-from components.common.storage.errors import StorageError
 from components.common.transfer.base import Connection, Transport
 from components.common.transfer.nixl_blob import BlobTransport
 from components.common.transfer.nixl_posix import PosixTransport
@@ -138,20 +136,6 @@ def connection(account: Account, container: str) -> Connection:
         left = _unix(end) - time.time()
         expires = time.time() + max(1.0, left * RENEW_AT)
     return Connection({**params, "connection_string": text}, expires)
-
-
-def epochs_of(account: Account, container: str, config: KvTiersConfig) -> Epochs:
-    def read() -> dict[str, int]:
-        try:
-            text = account.get(container, EPOCHS_OBJECT)
-        except StorageError as e:
-            if e.code == "STORAGE-NOT-FOUND":  # nothing was ever purged
-                return {}
-            raise
-        found = json.loads(text)
-        return {t: int(g) for t, g in (found.get("generations") or found.get("tenants") or {}).items()}
-
-    return Epochs(read, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s)
 
 
 def mac_key(path: str) -> bytes | None:

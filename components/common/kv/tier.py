@@ -106,7 +106,9 @@ class DynamoBlobTier(SecondaryTierManager):
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self.namespaces = namespaces_of(offloading_spec, self.block_size_bytes)
         self._digests = {group: n.digest() for group, n in self.namespaces.items()}
-        self._opened = opened or open_tier(self.config, store, self.block_size_bytes, list(self.namespaces.values()))
+        self._opened = opened or open_tier(
+            self.config, store, self.block_size_bytes, list(self.namespaces.values()), offloading_spec.config.engine_id
+        )
         self._index: Index = index or self._opened.index or MemoryIndex()
         codec = Codec(self.block_size_bytes, self._opened.mac_key)
         self._mover = Mover(
@@ -130,7 +132,7 @@ class DynamoBlobTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         params = req_context.kv_transfer_params or {}
-        tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS, "")
+        tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS) or self._opened.default_class
         req_context.set_state(_Request(tenant, cls, self._opened.transport(cls) if tenant else None))
         return RequestOffloadingContext()
 
@@ -178,8 +180,9 @@ class DynamoBlobTier(SecondaryTierManager):
         return LookupResult.MISS
 
     def _found(self, name: str) -> None:
-        """Another worker stored it: HEAD says that it is there."""
-        self._index.note_put(name, self._mover.codec.object_bytes, "", 0.0)
+        """Another worker stored it: HEAD says that it is there. Known here; its writer has told the others."""
+        mine = getattr(self._index, "catalogue", self._index)
+        mine.note_put(name, self._mover.codec.object_bytes, self._opened.default_class, 0.0)
 
     # ---- transfers
 

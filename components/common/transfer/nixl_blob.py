@@ -72,7 +72,7 @@ class BlobTransport(Transport):
         self.container_ok = True
         self.container_why = ""
         self._check_due = 0.0
-        self._queries = Queries(self._open_ask, self._asked, self._query_stale)
+        self._queries = Queries(self._open_asker, self._asked, self._query_stale)
         self._pump = Pump(
             name, pool, self._open_lane, self._read_breaker, self._write_breaker, self._explain, self._tick
         )
@@ -127,10 +127,10 @@ class BlobTransport(Transport):
     def _open_lane(self) -> BlobLane:
         return BlobLane(self._parameters(), self.pool)
 
-    def _open_ask(self) -> Callable[[list[str]], list[bool]]:
+    def _open_asker(self) -> Agent:
         connection = self._parameters()
         self._query_expires = connection.expires
-        return Agent("AZURE_BLOB", {**connection.params, "num_threads": "8"}, None).query
+        return Agent("AZURE_BLOB", {**connection.params, "num_threads": "8"}, None)
 
     def _query_stale(self) -> bool:
         return self._query_expires is not None and time.time() >= self._query_expires
@@ -143,7 +143,7 @@ class BlobTransport(Transport):
         def known(found: dict[str, bool | None]) -> None:
             answer(found[name] if found[name] is not False or self._told_apart() else None)
 
-        self._queries.ask([name], min(deadline, time.monotonic() + _PROBE_S), known)
+        self._queries.ask([name], min(deadline, time.monotonic() + _PROBE_S), known, counts=False)
 
     def _told_apart(self) -> bool:
         """True when "no such object" may be believed: NIXL says the same of a missing container. Checked at most every `_CHECK_S`."""
@@ -168,7 +168,7 @@ class BlobTransport(Transport):
         def known(found: dict[str, bool | None]) -> None:
             breaker.probed(found[PROBE_NAME] is not None and self._container_there())
 
-        self._queries.ask([PROBE_NAME], time.monotonic() + _PROBE_S, known)
+        self._queries.ask([PROBE_NAME], time.monotonic() + _PROBE_S, known, counts=False)
 
     def _container_there(self) -> bool:
         if self._container is None:

@@ -78,7 +78,7 @@ class PosixTransport(Transport):
         threading.Thread(target=_sweep, args=(root,), name="transfer-sweep", daemon=True).start()
         self._read_breaker = Breaker(errors, open_s, max_open_s)
         self._write_breaker = Breaker(errors, open_s, max_open_s)
-        self._queries = Queries(lambda: self._look, lambda good: None)
+        self._queries = Queries(lambda: _Look(root), lambda good: None)
         self._pump = Pump(
             "posix",
             pool,
@@ -118,9 +118,6 @@ class PosixTransport(Transport):
         self._queries.close()
         return self._pump.close(drain_s)
 
-    def _look(self, names: list[str]) -> list[bool]:
-        return [(self.root / n).exists() for n in names]
-
     def _explain(self, name: str, deadline: float, answer: Callable[[bool | None], None]) -> None:
         answer((self.root / name).exists() or False)
 
@@ -128,6 +125,17 @@ class PosixTransport(Transport):
         for breaker in (self._read_breaker, self._write_breaker):
             if breaker.due():
                 breaker.probed(os.access(self.root, os.R_OK | os.W_OK | os.X_OK))
+
+
+class _Look:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def query(self, names: list[str]) -> list[bool]:
+        return [(self._root / n).exists() for n in names]
+
+    def retire(self) -> None:
+        return
 
 
 def _sweep(root: Path) -> None:

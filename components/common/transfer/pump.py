@@ -7,6 +7,7 @@ NIXL can neither change credentials nor cancel.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -100,6 +101,10 @@ class Pump:
     # ---- the pump's thread
 
     def _run(self) -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # the first request should not pay for a back end; errors show when one does
+            self._lane()
         while True:
             busy = self._take(block=not self.in_flight)
             for lane, ops in self._lanes:

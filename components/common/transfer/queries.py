@@ -7,12 +7,14 @@ has a deadline kept here, and a worker that is stuck is left behind for a new on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from components.common.transfer.base import Known
 
@@ -21,69 +23,93 @@ log = logging.getLogger(__name__)
 _MAX_WORKERS = 3
 _BATCH = 128
 _TICK_S = 0.02
+_REOPEN_S = 2.0
+
+
+class Asker(Protocol):
+    """A way to ask: `query` blocks and raises when the answer is not known; `retire` drops it."""
+
+    def query(self, names: list[str]) -> list[bool]: ...
+
+    def retire(self) -> None: ...
 
 
 class _Question:
-    __slots__ = ("answered", "deadline", "known", "names")
+    __slots__ = ("answered", "counts", "deadline", "known", "names")
 
-    def __init__(self, names: list[str], deadline: float, known: Known) -> None:
-        self.names, self.deadline, self.known, self.answered = names, deadline, known, False
+    def __init__(self, names: list[str], deadline: float, known: Known, counts: bool) -> None:
+        self.names, self.deadline, self.known, self.counts, self.answered = names, deadline, known, counts, False
 
 
 class _Worker:
     """One thread and its own way to ask; `since` = when the question in hand was taken up."""
 
-    def __init__(self, open_ask: Callable[[], Callable[[list[str]], list[bool]]], owner: Queries) -> None:
+    def __init__(self, open_asker: Callable[[], Asker], owner: Queries) -> None:
         self.since: float | None = None
         self.expires: float | None = None
         self.abandoned = False
-        self._open_ask, self._owner = open_ask, owner
+        self._open_asker, self._owner = open_asker, owner
         self.thread = threading.Thread(target=self._run, name="transfer-queries", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        ask: Callable[[list[str]], list[bool]] | None = None
+        asker: Asker | None = None
+        opened = 0.0
+        with contextlib.suppress(Exception):
+            asker, opened = self._open_asker(), time.monotonic()
         while not self.abandoned:
             question = self._owner.next()
             if question is None:
-                return
+                break
             self.since = time.monotonic()
             answer: dict[str, bool | None] = {}
             try:
-                if ask is None or self._owner.stale():
-                    ask = self._open_ask()
+                if asker is None or self._owner.stale():
+                    asker, opened = self._renew(asker), time.monotonic()
                 for i in range(0, len(question.names), _BATCH):
                     part = question.names[i : i + _BATCH]
-                    answer.update(zip(part, ask(part), strict=True))
+                    answer.update(zip(part, asker.query(part), strict=True))
                 good = True
             except Exception as e:
                 log.warning("existence of %d objects is not known: %s", len(question.names), e)
-                good, ask = False, None
+                good = False
+                if time.monotonic() - opened > _REOPEN_S:  # perhaps the credential was revoked
+                    with contextlib.suppress(Exception):
+                        asker, opened = self._renew(asker), time.monotonic()
             self.since = None
             self._owner.answer(question, answer, good)
+        if asker is not None:
+            asker.retire()
+
+    def _renew(self, old: Asker | None) -> Asker:
+        new: Asker = self._open_asker()
+        if old is not None:
+            old.retire()
+        return new
 
 
 class Queries:
-    """`open_ask` returns a function names -> exists (raises when not known); it is opened again after errors."""
+    """`outcome(good)` is told how each counted question ended, for the breaker; `expired` = time for a new asker."""
 
     def __init__(
         self,
-        open_ask: Callable[[], Callable[[list[str]], list[bool]]],
+        open_asker: Callable[[], Asker],
         outcome: Callable[[bool], None],
         expired: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._open_ask, self._outcome, self.stale = open_ask, outcome, expired
+        self._open_asker, self._outcome, self.stale = open_asker, outcome, expired
         self._queue: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: list[_Question] = []
-        self._workers = [_Worker(open_ask, self)]
+        self._workers = [_Worker(open_asker, self)]
         self._closed = threading.Event()
         self.counts: Counter[str] = Counter()
         self._watch = threading.Thread(target=self._run, name="transfer-deadlines", daemon=True)
         self._watch.start()
 
-    def ask(self, names: Sequence[str], deadline: float, known: Known) -> None:
-        question = _Question(list(names), deadline, known)
+    def ask(self, names: Sequence[str], deadline: float, known: Known, counts: bool = True) -> None:
+        """`counts` False: the question explains something that was counted already."""
+        question = _Question(list(names), deadline, known, counts)
         with self._lock:
             self._waiting.append(question)
         self.counts["asked"] += len(question.names)
@@ -96,7 +122,7 @@ class Queries:
                 return question
 
     def answer(self, question: _Question, found: dict[str, bool | None], good: bool) -> None:
-        if self._settle(question, found):
+        if self._settle(question, found) and question.counts:
             self._outcome(good)
 
     def close(self) -> None:
@@ -128,7 +154,8 @@ class Queries:
             for question in late:
                 if self._settle(question, {}):
                     self.counts["late"] += 1
-                    self._outcome(False)
+                    if question.counts:
+                        self._outcome(False)
             if late:
                 self._replace_stuck(now)
 
@@ -139,4 +166,4 @@ class Queries:
         for worker in self._workers:
             worker.abandoned = True
         self.counts["replaced"] += 1
-        self._workers.append(_Worker(self._open_ask, self))
+        self._workers.append(_Worker(self._open_asker, self))
