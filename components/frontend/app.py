@@ -12,9 +12,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from components.frontend.config import GatewayConfig
-from components.frontend.decisions import Record
 from components.frontend.errors import Refusal
-from components.frontend.gateway import Gateway
+from components.frontend.gateway import RECORD, Gateway
 from components.frontend.openapi import description
 
 log = logging.getLogger("gateway")
@@ -53,10 +52,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _id(request: web.Request) -> str:
-    record = request.get("record")
-    if isinstance(record, Record):
-        return record.request_id
-    return str(request.setdefault("id", str(uuid.uuid4())))
+    record = request.get(RECORD)
+    return record.request_id if record else str(uuid.uuid4())
 
 
 def applications(gateway: Gateway) -> tuple[web.Application, web.Application | None]:

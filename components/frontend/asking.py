@@ -23,7 +23,8 @@ BUFFER_LIMIT = 4 * 2**20
 
 
 class Asker(Protocol):
-    connected: bool
+    @property
+    def connected(self) -> bool: ...
 
     async def open(self) -> None: ...
 
@@ -51,11 +52,15 @@ class LineAsker:
 
     def __init__(self, path: str, deadline_s: float) -> None:
         self.path, self.deadline_s = path, deadline_s
-        self.connected = False
+        self.up = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
         self._pending: dict[int, asyncio.Future[Decision]] = {}
         self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
 
     async def open(self) -> None:
         self._task = asyncio.create_task(self._keep())
@@ -105,13 +110,15 @@ class LineAsker:
                 await asyncio.sleep(wait)
                 wait = min(wait * 2, 1.0)
                 continue
-            wait, self._writer, self.connected = 0.05, writer, True
+            wait, self._writer = 0.05, writer
+            self.up.set()
             try:
                 await self._read(reader)
             except (OSError, ValueError) as e:
                 log.warning("router: %s", e)
             finally:
-                self._writer, self.connected = None, False
+                self._writer = None
+                self.up.clear()
                 writer.close()
                 for future in self._pending.values():
                     if not future.done():
@@ -134,11 +141,15 @@ class HttpAsker:
 
     def __init__(self, base: str, deadline_s: float) -> None:
         self.base, self.deadline_s = base.rstrip("/"), deadline_s
-        self.connected = False
+        self._answered = False
         self._session: aiohttp.ClientSession | None = None
         self._notes: asyncio.Queue[bytes] = asyncio.Queue(4096)
         self._task: asyncio.Task[None] | None = None
         self._pause_until = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self._answered
 
     async def open(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -169,12 +180,12 @@ class HttpAsker:
             ):
                 if answer.status != 200:
                     return None
-                self.connected = True
+                self._answered = True
                 return Decision.model_validate(msgspec.json.decode(await answer.read()))
         except TimeoutError:
             return None
         except (aiohttp.ClientError, OSError, ValueError):  # nobody there: do not ask on every request
-            self.connected = False
+            self._answered = False
             self._pause_until = time.monotonic() + 0.5
             return None
 

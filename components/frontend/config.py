@@ -21,7 +21,8 @@ class GatewayConfig(Config):
     served_model: str = Field(description="model name clients use")
     model_path: str = Field(description="directory with tokenizer.json, config.json, chat template of the release")
     weights: WeightsConfig | None = Field(
-        None, description="how to get the release's small files (tokenizer, template) when they are not at model_path yet"
+        None,
+        description="how to get the release's small files (tokenizer, template) when they are not at model_path yet",
     )
     engine_kind: Literal["vllm", "mock"] = Field(
         "vllm", description="shown in /v1/models and /status; a mock never calls itself real"

@@ -24,7 +24,7 @@ from components.frontend.asking import asker
 from components.frontend.config import GatewayConfig
 from components.frontend.decisions import Decisions, Record
 from components.frontend.errors import Refusal
-from components.frontend.health import Health
+from components.frontend.health import Health, Verdict
 from components.frontend.metrics import Metrics
 from components.frontend.prompt import LONG_TEXT, Renderer
 from components.frontend.relay import ClientStalled, Outgoing, Relay
@@ -34,8 +34,11 @@ from components.frontend.upstream import Upstreams
 log = logging.getLogger("gateway")
 
 
+RECORD = web.RequestKey("record", Record)
+
+
 class Gateway:
-    """State of one gateway process. Raises GATEWAY-AUTH-NONE-PUBLIC, GATEWAY-NO-TENANTS, GATEWAY-NO-TOKENIZER."""
+    """State of one gateway process. Raises GATEWAY-AUTH-NONE-PUBLIC, GATEWAY-NO-TENANTS."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -53,7 +56,8 @@ class Gateway:
                 do="set tenants_file; configs/tenants holds examples",
             )
         self.tenants = Tenants(config.tenants_file if config.auth == "keys" else None)
-        self.renderer = Renderer(config.model_path)
+        self.renderer: Renderer | None = None
+        self._reading: asyncio.Task[None] | None = None
         self.upstreams = Upstreams(config)
         self.asker = asker(config.router, config.router_deadline_ms / 1e3)
         self.health = Health(config, self.upstreams)
@@ -69,8 +73,25 @@ class Gateway:
         await self.upstreams.open()
         if self.asker:
             await self.asker.open()
+        self._reading = asyncio.create_task(self._read_model())
+
+    async def _read_model(self) -> None:
+        """A worker writes the release's small files when it starts; until they are there the gateway is not healthy."""
+        said = ""
+        while self.renderer is None:
+            try:
+                self.renderer = await asyncio.get_running_loop().run_in_executor(
+                    self.threads, Renderer, self.config.model_path
+                )
+            except DynamoBlobError as e:
+                if e.why != said:
+                    log.warning("%s", e)
+                said = e.why
+                await asyncio.sleep(0.5)
 
     async def close(self) -> None:
+        if self._reading:
+            self._reading.cancel()
         if self.asker:
             await self.asker.close()
         await self.upstreams.close()
@@ -86,7 +107,7 @@ class Gateway:
 
     async def _counted(self, request: web.Request, path: str) -> web.StreamResponse:
         record = Record(str(uuid.uuid4()))
-        request["record"] = record
+        request[RECORD] = record
         started = time.perf_counter()
         self.inflight += 1
         self.idle.clear()
@@ -224,14 +245,17 @@ class Gateway:
         return decision
 
     async def _ids(self, path: str, body: dict[str, Any]) -> list[int] | None:
+        renderer = self.renderer
+        if renderer is None:
+            return None
         chat = path.endswith("/chat/completions")
-        prompt = self.renderer.chat(body) if chat else self.renderer.completion(body)
+        prompt = renderer.chat(body) if chat else renderer.completion(body)
         if prompt is None or isinstance(prompt, list):
             return prompt
-        at_least = len(prompt) // self.renderer.longest_token
+        at_least = len(prompt) // renderer.longest_token
         if at_least >= self.config.max_model_len:
             raise _too_long(f"more than {at_least}", self.config.max_model_len)
-        encode = partial(self.renderer.encode, prompt, add_special_tokens=not chat)
+        encode = partial(renderer.encode, prompt, add_special_tokens=not chat)
         if len(prompt) <= LONG_TEXT:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self.threads, encode)
@@ -283,6 +307,8 @@ class Gateway:
 
     async def healthz(self, _: web.Request) -> web.Response:
         verdict = await self.health.look()
+        if self.renderer is None:
+            verdict = Verdict(False, f"the model's files are not in {self.config.model_path} yet")
         ok = verdict.ok and not self.draining
         why = "draining" if self.draining else verdict.why
         return _json({"status": "healthy" if ok else "unhealthy", "why": why, **self.status()}, 200 if ok else 503)

@@ -195,9 +195,6 @@ class Relay:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client left")
-        if transport.get_write_buffer_size() == 0:  # the usual case needs no timer
-            await response.write(chunk)
-            return
         try:
             async with asyncio.timeout(self.config.stall_deadline_s):
                 await response.write(chunk)
