@@ -347,7 +347,7 @@ class _Compiler:
         return self.process(
             "frontend", i, spec, [site.python, "-m", "components.frontend"], config=config, env=self.env.python(),
             ports=(Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),),
-            probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60),
+            probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60, timeout_s=30),
             identity="serving-weights-only", secrets=self.credentials("serving-weights-only", "weights"),
             volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),),
             memory_bytes=250 << 20, talks_to=("dynamo-frontend", "weights", *(("router",) if router else ()), *(("azurite",) if self.spec.storage.embedded == "azurite" else ())),

@@ -29,6 +29,9 @@ class Probe(Config):
     model: str = Field("", description="URL of /v1/models that must list `expect`")
     expect: str = ""
     tcp: str = Field("", description="host:port that accepts a connection when ready")
+    timeout_s: float = Field(
+        2.0, gt=0, description="seconds one probe may take; the gateway's asks the engines for a token"
+    )
     deadline_s: float = Field(180.0, gt=0, description="seconds from start to ready before the start has failed")
 
 

@@ -261,13 +261,20 @@ def findings(plan: Plan, result: dict[str, Any]) -> list[Finding]:
                         f"manifest {r['manifest_bytes']}, verified {r['verified_bytes']}",
                     )
                 )
-        if weights["store_bytes"] is not None and weights["store_bytes"] < weights["manifest_bytes"]:
+        streamed = max(
+            (
+                sum(v for k, v in (r["bytes_by_source"] or {}).items() if k != "local_small_files")
+                for r in weights["workers"].values()
+            ),
+            default=0,
+        )
+        if weights["store_bytes"] is not None and not weights["store_bytes"] >= streamed > 0:
             out.append(
                 Finding(
                     "WEIGHTS-STORE-UNPROVEN",
-                    "the store sent fewer bytes than the manifest names",
+                    "the store did not send what a worker says it streamed",
                     "azurite",
-                    f"sent {weights['store_bytes']}, manifest {weights['manifest_bytes']}",
+                    f"sent {weights['store_bytes']}, streamed {streamed} of {weights['manifest_bytes']}",
                 )
             )
     if {"prefill", "decode"} <= roles and plan.engine_kind == "vllm":

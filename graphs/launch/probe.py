@@ -9,10 +9,11 @@ from graphs.launch.http import Answer, ask
 from graphs.plan import Probe
 
 
-async def check(probe: Probe | None, timeout_s: float = 2.0) -> str:
+async def check(probe: Probe | None) -> str:
     """Empty when ready, else the reason in a few words."""
     if probe is None:
         return ""
+    timeout_s = probe.timeout_s
     url = probe.http or probe.unix_http or probe.model
     try:
         if probe.tcp:

@@ -11,11 +11,11 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError, nearest
+from components.common.registry.approve import approve
 from components.common.registry.config import ReleaseConfig, TrustConfig
 from components.common.registry.layout import Layout
 from components.common.registry.progress import Progress as Step
@@ -175,8 +175,11 @@ def local_key(site: Site, who: str) -> SigningKey:
 
 
 def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
-    """The release the graph names, published from `model.source` when the embedded store lacks it. Blocking."""
-    spec = graph.spec
+    """The release the graph names; published from `model.source`, and approved, when the embedded store lacks it. Blocking.
+
+    Raises RELEASE-MISSING, RELEASE-SOURCE, and what publishing, approving and resolving raise.
+    """
+    spec, model, version = graph.spec, graph.spec.model.name, graph.spec.model.version
     layout = Layout(spec.storage.weights.container)
     with (
         closing(Account(key_account(graph, site, "weights"))) as owner,
@@ -185,30 +188,15 @@ def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
         for name in layout.containers:
             owner.ensure_container(name)
         kv.ensure_container(spec.storage.kv.container)
-    publisher = local_key(site, "publisher")
-    release = Release(publisher_keys=(publisher.public,))
+    publisher, approver = local_key(site, "publisher"), local_key(site, "approver")
     with closing(Account(account(graph, site, "weights", "publisher"))) as store:
-        model, version = spec.model.name, spec.model.version
-        if not version or store.find(layout.container, layout.signature(model, version)) is not None:
-            trust = TrustConfig(require="none" if foreign(spec) else "signature", publisher_keys=release.publisher_keys)
-            found = resolve(
-                store,
-                ReleaseConfig(model=model, version=version, channel=spec.model.channel, container=layout.container),
-                trust,
-                record=False,
-            )
-            release = replace(
-                release,
-                version=found.manifest.version,
-                manifest_digest=found.digest,
-                weights_digest=found.manifest.weights_digest,
-            )
-        elif not spec.model.source:
+        there = not version or store.find(layout.container, layout.signature(model, version)) is not None
+        if not there and not spec.model.source:
             raise DynamoBlobError(
                 "RELEASE-MISSING", f"the embedded store has no {model} {version}", where=graph.place("model", "version"),
                 do="publish it (`dynamo publish`), or name a `source` the graph may publish itself",
             )  # fmt: skip
-        else:
+        if not there:
             directory = materialise_source(graph, say)
             done = publish_directory(
                 store,
@@ -221,9 +209,32 @@ def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
                 progress=_percent(say),
             )
             say(f"published {model} {version}: {done.uploaded / 1e6:.0f} MB in {done.hash_s + done.upload_s:.1f} s")
-            release = replace(
-                release, version=version, manifest_digest=done.digest, weights_digest=done.manifest.weights_digest
-            )
+    if spec.model.source and version and not foreign(spec):
+        with closing(Account(account(graph, site, "weights", "approver"))) as store:
+            if store.find(layout.approvals, layout.approval(model, version)) is None:
+                approve(
+                    store, layout, model, version, approver, publisher_keys=(publisher.public,), progress=_percent(say)
+                )
+                say(f"approved {model} {version} with this machine's approver key")
+    trust = TrustConfig(require="approval", publisher_keys=(publisher.public,), approver_keys=(approver.public,))
+    if spec.trust is not None and foreign(spec):
+        trust = TrustConfig(
+            require=spec.trust.require,
+            publisher_keys=tuple(spec.trust.publisher_keys),
+            approver_keys=tuple(spec.trust.approver_keys),
+        )
+    wanted = ReleaseConfig(
+        model=model,
+        version=version,
+        channel=spec.model.channel,
+        container=layout.container,
+        manifest_digest=spec.model.manifest_digest,
+    )
+    with closing(Account(account(graph, site, "weights", "serving"))) as store:
+        found = resolve(store, wanted, trust, record=False)
+    release = Release(
+        found.manifest.version, found.digest, found.manifest.weights_digest, trust.publisher_keys, trust.approver_keys
+    )
     remember(graph, site, release)
     return release
 
@@ -234,15 +245,23 @@ def foreign(spec: GraphSpec) -> bool:
 
 
 def provenance(directory: Path) -> dict[str, Any]:
+    """What provenance.json of the directory says; else what can be said honestly of a local directory."""
     try:
         found = json.loads((directory / "provenance.json").read_text())
-        return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
     except (OSError, ValueError):
-        return {"source": directory.name}
+        pass
+    if directory.name.startswith("tiny-"):
+        return {"source": "tools/tiny_model.py", "license": "Apache-2.0 (tokenizer; the weights are random)"}
+    return {
+        "source": f"directory {directory.name}",
+        "license": "not stated (published by `dynamo serve` from a local directory)",
+    }
 
 
 def _percent(say: Progress) -> Callable[[Step], None]:
-    last = {"hash": -1, "upload": -1}
+    last: dict[str, int] = {}
 
     def report(step: Step) -> None:
         quarter = 4 * step.done // max(1, step.total)
