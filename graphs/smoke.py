@@ -25,7 +25,8 @@ from graphs.plan import Plan, Process
 
 ANSWER_DEADLINE_S, COUNTER_DEADLINE_S = 120.0, 10.0
 HANDED_OVER_MOST = 1
-"""Prompt tokens a decode worker computes itself after a good handover: the last one, whose logits it needs."""
+"""Prompt tokens a decode worker computes itself after a good handover: the last one, whose logits it needs. Per
+request: the gateway's canaries of one token finish between the two readings too."""
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 Counters = dict[str, float]
 
@@ -207,6 +208,7 @@ async def _kv_proof(plan: Plan, before: dict[str, Counters], pids: dict[str, int
         "prefill_worker": used["prefill"], "decode_worker": used["decode"] or used["aggregated"],
         "prefill_prefilled_tokens": int(sum(total(delta[n], "vllm:prompt_tokens_by_source_total", source="local_compute") for n in delta if n.startswith("prefill"))),
         "decode_prefilled_tokens": int(sum(total(delta[n], "vllm:prompt_tokens_by_source_total", source="local_compute") for n in decode)),
+        "decode_requests": int(sum(total(delta[n], "vllm:request_success_total") for n in decode)),
         "decode_received_tokens": int(sum(total(delta[n], "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") for n in decode)),
     }  # fmt: skip
 
@@ -278,13 +280,13 @@ def findings(plan: Plan, result: dict[str, Any]) -> list[Finding]:
                 )
             )
     if {"prefill", "decode"} <= roles and plan.engine_kind == "vllm":
-        if kv["nixl_bytes"] <= 0 or kv["nixl_failed_transfers"] or kv["decode_prefilled_tokens"] > HANDED_OVER_MOST:
+        if kv["nixl_bytes"] <= 0 or kv["nixl_failed_transfers"] or kv["decode_prefilled_tokens"] > HANDED_OVER_MOST * max(1, kv["decode_requests"]):
             out.append(
                 Finding(
                     "KV-HANDOVER-RECOMPUTED",
                     "the decode worker computed the prompt itself",
                     kv["decode_worker"],
-                    f"NIXL moved {kv['nixl_bytes']} bytes, {kv['nixl_failed_transfers']} transfers failed, {kv['decode_prefilled_tokens']} prompt tokens were computed there",
+                    f"NIXL moved {kv['nixl_bytes']} bytes, {kv['nixl_failed_transfers']} transfers failed, {kv['decode_prefilled_tokens']} prompt tokens of {kv['decode_requests']} requests were computed there",
                     "see the decode worker's log; nixl_backends, UCX_NET_DEVICES and the side-channel ports of both workers must fit",
                 )
             )

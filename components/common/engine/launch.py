@@ -24,6 +24,7 @@ def main(role: str, argv: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr
     )
+    logging.getLogger("azure").setLevel(logging.WARNING)  # it logs every request and its headers at INFO
     config: WorkerConfig | None = None
     try:
         config = WorkerConfig.read(args.plan)
