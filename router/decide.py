@@ -66,6 +66,8 @@ class Decider:
         choice = choose(candidates, len(q.ids), self.config.block_size, self.weights)
         assert choice is not None
         self.used[choice.worker] = time.monotonic()
+        if not self._deciding.get(q.rid):  # over before it was decided: nothing left to book
+            return Decision(n=q.n, prefill=choice.worker, overlap_blocks=choice.overlap_blocks)
         self.bookings.book(q.rid, choice.worker, choice.prefill_tokens, choice.overlap_blocks * self.config.block_size)
         self._predict(q.rid, choice.worker, choice.overlap_blocks * self.config.block_size)
         return Decision(n=q.n, prefill=choice.worker, overlap_blocks=choice.overlap_blocks)

@@ -78,6 +78,8 @@ class Renderer:
         tools = body.get("tools")
         if body.get("tool_choice") == "none":
             tools = None
+        if tools is not None and not (isinstance(tools, list) and tools and all(isinstance(t, dict) for t in tools)):
+            return None
         try:
             return self.template.render(
                 messages=messages, tools=tools, add_generation_prompt=True, **self.special, **options

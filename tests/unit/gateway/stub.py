@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from aiohttp.test_utils import TestClient, TestServer
 from components.frontend.app import applications
 from components.frontend.config import GatewayConfig
 from components.frontend.gateway import Gateway
+from components.frontend.prompt import Renderer
 
 MODEL = Path(__file__).resolve().parents[3] / ".state/models/tiny-full"
 SERVED = "m"
 Script = Callable[[web.Request, "Seen"], Awaitable[web.StreamResponse]]
+
+
+@cache
+def renderer() -> Renderer:
+    return Renderer(str(MODEL))
 
 
 class Seen:
@@ -137,17 +144,16 @@ class Stage(AsyncExitStack):
         self.push_async_callback(server.close)
         fields: dict[str, Any] = {
             "name": "g", "upstream": str(server.make_url("")), "served_model": SERVED, "model_path": str(MODEL), "max_model_len": 512, "block_size": 16,
-            "auth": "none", "router_deadline_ms": 1000, "health_every_s": 0.001,
+            "auth": "none", "router_deadline_ms": 1000, "health_every_s": 1e-9,
         }  # fmt: skip
         if self.with_router:
             self.router = FakeRouter(self.directory / "r.sock")
             await self.router.start()
             fields["router"] = f"unix:{self.router.path}"
         self.gateway = Gateway(GatewayConfig(**(fields | self.config)))
+        self.gateway.renderer = renderer()
         await self.gateway.open()
         self.push_async_callback(self.gateway.close)
-        if self.gateway._reading:
-            await self.gateway._reading
         if self.with_router:
             await asyncio.wait_for(self.gateway.asker.up.wait(), 5)  # type: ignore[union-attr]
         api = TestServer(applications(self.gateway)[0])
