@@ -11,8 +11,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from azure.core import MatchConditions
-from azure.storage.blob import BlobBlock, BlockState, StandardBlobTier
 from blake3 import blake3
 
 from components.common.errors import DynamoBlobError
@@ -98,7 +96,7 @@ def _copy(
             raise _differs(target, container, blob)
         meter.add(file.size, skipped=True)
         return
-    client, step, buffers = target.blob(container, blob), manifest.range_bytes, threading.local()
+    step, buffers = manifest.range_bytes, threading.local()
 
     def one(index: int) -> None:
         if not hasattr(buffers, "view"):
@@ -108,17 +106,12 @@ def _copy(
         found = blake3(view).hexdigest()
         if found != file.ranges[index]:
             raise range_error(source, layout, file, index, step, found)
-        with target.errors(container, blob):
-            client.stage_block(block_id(index, found), bytes(view), length=len(view))
+        target.stage(container, blob, block_id(index, found), bytes(view))
         meter.add(len(view))
 
     list(pool.map(one, range(len(file.ranges))))
-    blocks = [BlobBlock(block_id(i, d), state=BlockState.LATEST) for i, d in enumerate(file.ranges)]
     try:
-        with target.errors(container, blob):
-            client.commit_block_list(
-                blocks, match_condition=MatchConditions.IfMissing, standard_blob_tier=StandardBlobTier(tier)
-            )
+        target.commit(container, blob, [block_id(i, d) for i, d in enumerate(file.ranges)], tier=tier)
     except StorageError as e:
         if e.code != "STORAGE-CONFLICT":
             raise

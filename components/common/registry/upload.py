@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from azure.core import MatchConditions
-from azure.storage.blob import BlobBlock, BlockState
 from blake3 import blake3
 
 from components.common.errors import DynamoBlobError
@@ -117,9 +115,8 @@ def _large(
         meter.add(entry.size, skipped=True)
         return
     name = layout.object(entry.blake3)
-    blob = account.blob(layout.container, name)
     ids = [block_id(i, digest) for i, digest in enumerate(entry.ranges)]
-    staged = _staged(account, layout, name)
+    staged = account.staged(layout.container, name)
     fd = os.open(path, os.O_RDONLY)
 
     def send(index: int) -> None:
@@ -131,19 +128,8 @@ def _large(
         data = os.pread(fd, length, offset)
         if len(data) != length or blake3(data).hexdigest() != entry.ranges[index]:
             raise _changed(path)
-        if account.hook:
-            account.hook(f"stage {name}")
-        with account.errors(layout.container, name):
-            blob.stage_block(ids[index], data, length=length)
+        account.stage(layout.container, name, ids[index], data)
         meter.add(length)
-
-    def commit() -> None:
-        if account.hook:
-            account.hook(f"commit {name}")
-        with account.errors(layout.container, name):
-            blob.commit_block_list(
-                [BlobBlock(i, state=BlockState.LATEST) for i in ids], match_condition=MatchConditions.IfMissing
-            )
 
     try:
         futures = [pool.submit(send, i) for i in range(len(ids))]
@@ -156,15 +142,15 @@ def _large(
             for future in futures:  # no thread may still read `fd`
                 if not future.cancelled():
                     future.exception()
-        _settle(account, layout, entry, commit)
+        _settle(account, layout, entry, lambda: account.commit(layout.container, name, ids))
     finally:
         os.close(fd)
 
 
-def _settle(account: Account, layout: Layout, entry: FileEntry, create: object) -> None:
+def _settle(account: Account, layout: Layout, entry: FileEntry, create: Callable[[], object]) -> None:
     """Run `create`; if another publisher was first, protect theirs instead."""
     try:
-        create()  # type: ignore[operator]
+        create()
     except StorageError as e:
         if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION") or not keep(
             account, layout, entry.blake3, entry.size
@@ -175,17 +161,6 @@ def _settle(account: Account, layout: Layout, entry: FileEntry, create: object) 
 def block_id(index: int, digest: str) -> str:
     """Block id of the range at `index` with this digest: equal ids mean equal bytes at the same place."""
     return base64.b64encode(f"{index:08d}-{digest[:32]}".encode()).decode()
-
-
-def _staged(account: Account, layout: Layout, name: str) -> set[str]:
-    try:
-        with account.errors(layout.container, name):
-            _, blocks = account.blob(layout.container, name).get_block_list("uncommitted")
-    except StorageError as e:
-        if e.code == "STORAGE-NOT-FOUND":
-            return set()
-        raise
-    return {str(b.id) for b in blocks}
 
 
 def _changed(path: Path) -> DynamoBlobError:

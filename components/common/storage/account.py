@@ -17,7 +17,15 @@ from urllib.parse import quote
 from azure.core import MatchConditions
 from azure.core.exceptions import AzureError
 from azure.core.pipeline.transport import RequestsTransport
-from azure.storage.blob import BlobClient, BlobServiceClient, ContainerClient, ExponentialRetry
+from azure.storage.blob import (
+    BlobBlock,
+    BlobClient,
+    BlobServiceClient,
+    BlockState,
+    ContainerClient,
+    ExponentialRetry,
+    StandardBlobTier,
+)
 
 from components.common.errors import DynamoBlobError
 from components.common.storage.config import AccountConfig
@@ -201,16 +209,46 @@ class Account:
     def _put(self, container: str, name: str, data: bytes, **kwargs: Any) -> str:
         if len(data) > _ONE_PUT:
             raise ValueError(f"{len(data)} bytes in one put; stage blocks instead")
-        if self.hook:
-            self.hook(f"put {container}/{name}")
+        self._before(f"put {container}/{name}")
         with self.errors(container, name):
             answer = self.blob(container, name).upload_blob(data, length=len(data), **kwargs)
         return str(answer["etag"])
 
+    def stage(self, container: str, name: str, block: str, data: bytes) -> None:
+        """Send one block of a blob to be; invisible until `commit`. Staged blocks wait for a week."""
+        self._before(f"stage {container}/{name}")
+        with self.errors(container, name):
+            self.blob(container, name).stage_block(block, data, length=len(data))
+
+    def staged(self, container: str, name: str) -> set[str]:
+        """Ids of the blocks that wait for a `commit`."""
+        try:
+            with self.errors(container, name):
+                _, blocks = self.blob(container, name).get_block_list("uncommitted")
+        except StorageError as e:
+            if e.code == "STORAGE-NOT-FOUND":
+                return set()
+            raise
+        return {str(b.id) for b in blocks}
+
+    def commit(self, container: str, name: str, blocks: list[str], *, tier: str = "") -> None:
+        """Make the blob of these blocks, which must not exist yet. Raises STORAGE-CONFLICT if it does."""
+        self._before(f"commit {container}/{name}")
+        listed = [BlobBlock(b, state=BlockState.LATEST) for b in blocks]
+        with self.errors(container, name):
+            self.blob(container, name).commit_block_list(
+                listed,
+                match_condition=MatchConditions.IfMissing,
+                standard_blob_tier=StandardBlobTier(tier) if tier else None,
+            )
+
+    def _before(self, write: str) -> None:
+        if self.hook:
+            self.hook(write)
+
     def touch(self, container: str, name: str, etag: str, mark: str) -> str:
         """Change the blob's ETag and modification time if its ETag is still `etag`; the new ETag."""
-        if self.hook:
-            self.hook(f"touch {container}/{name}")
+        self._before(f"touch {container}/{name}")
         with self.errors(container, name):
             answer = self.blob(container, name).set_blob_metadata(
                 {"touched": mark}, etag=etag, match_condition=MatchConditions.IfNotModified
@@ -219,8 +257,7 @@ class Account:
 
     def delete(self, container: str, name: str, *, etag: str = "") -> None:
         """Delete the blob, if its ETag is still `etag` when one is given."""
-        if self.hook:
-            self.hook(f"delete {container}/{name}")
+        self._before(f"delete {container}/{name}")
         condition: dict[str, Any] = {"etag": etag, "match_condition": MatchConditions.IfNotModified} if etag else {}
         with self.errors(container, name):
             self.blob(container, name).delete_blob(**condition)
@@ -237,8 +274,7 @@ class Account:
         """Create an empty append blob unless there is one."""
         if self.find(container, name):  # first, because creating over an existing blob asks for more rights
             return
-        if self.hook:
-            self.hook(f"append-open {container}/{name}")
+        self._before(f"append-open {container}/{name}")
         try:
             with self.errors(container, name):
                 self.blob(container, name).create_append_blob(match_condition=MatchConditions.IfMissing)
@@ -248,8 +284,7 @@ class Account:
 
     def append(self, container: str, name: str, data: bytes, *, at: int) -> None:
         """Append a block if the blob is `at` bytes long. Raises STORAGE-PRECONDITION otherwise."""
-        if self.hook:
-            self.hook(f"append {container}/{name}")
+        self._before(f"append {container}/{name}")
         with self.errors(container, name):
             self.blob(container, name).append_block(data, appendpos_condition=at)
 
