@@ -1,0 +1,165 @@
+"""delete a tenant's KV from Blob and prove it
+
+    dynamo purge --tenant acme                       everything; rotates the tenant's salt key, so HBM and DRAM are out of reach too
+    dynamo purge --tenant acme --older-than 7d       only objects written longer ago; changes no key
+    dynamo purge --unsalted                          what traffic without a tenant left
+    dynamo purge --lifecycle                         print the Azure lifecycle policy that backs the sweeper up
+
+Killed at any point, the same command goes on where it stopped. Exit 0 only when a fresh process has found nothing left;
+the signed report is printed with --json, kept in Blob, and written to --report FILE. Takes the longest of the workers'
+deadlines (about a minute): puts in flight must have landed before anything is claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from components.common.errors import DynamoBlobError, nearest
+from components.common.kv.classes import Classes
+from components.common.kv.config import KvTiersConfig
+from components.common.kv.keys import PUBLIC
+from components.common.kv.purge import Purge, PurgeConfig, State
+from components.common.kv.store import KvStore
+from components.common.messages.tenants import TenantsFile
+from components.common.registry.signing import SigningKey
+from components.common.storage.account import Account
+from graphs.cli._common import add_state, live
+from graphs.launch import runs
+
+_AGE = re.compile(r"^(\d+(?:\.\d+)?)(s|m|h|d|w)$")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--tenant", help="tenant's name, as in the tenants file")
+    who.add_argument("--unsalted", action="store_true", help="KV of traffic without a tenant")
+    who.add_argument(
+        "--lifecycle", action="store_true", help="print the lifecycle policy for the KV account, purge nothing"
+    )
+    parser.add_argument("--older-than", default="", metavar="AGE", help="only objects written longer ago: 30m, 12h, 7d")
+    parser.add_argument(
+        "--plan", type=Path, default=None, help="plan.json of a run or cluster (default: the graph that runs here)"
+    )
+    parser.add_argument("--tenants", type=Path, default=None, help="tenants file (default: the plan's)")
+    parser.add_argument(
+        "--keep-key", action="store_true", help="do not rotate the salt key: HBM and DRAM are then not covered"
+    )
+    parser.add_argument(
+        "--sign-key",
+        type=Path,
+        default=None,
+        help="Ed25519 key for the report (default: one made in the state directory)",
+    )
+    parser.add_argument("--report", type=Path, default=None, help="also write the signed report here")
+    add_state(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    older = age(args.older_than) if args.older_than else 0.0
+    settings = kv_settings(args)
+    path = args.tenants or (Path(settings[0].tenants_file) if settings[0].tenants_file else None)
+    file = TenantsFile.load(path) if path else None
+    classes = Classes.of_file(file, settings[0].container) if file else Classes.single(settings[0].container)
+    if args.lifecycle:
+        print(json.dumps(classes.lifecycle(), indent=1))
+        return 0
+    if args.tenant and file is not None and args.tenant not in file.tenants:
+        raise DynamoBlobError(
+            "PURGE-TENANT-UNKNOWN", f"the tenants file has no tenant '{args.tenant}'", where=str(path), why=nearest(args.tenant, file.tenants),
+            do="correct the name; for a tenant removed from the file, pass a --tenants file that still has it",
+        )  # fmt: skip
+    rotate = file is not None and args.tenant and not older and not args.keep_key
+    first = settings[0]
+    assert first.account is not None
+    config = PurgeConfig(
+        account=first.account, control=first.container or sorted(classes.containers().values())[0],
+        containers=tuple(sorted(set(classes.containers().values()))), tenant=args.tenant or "(unsalted)",
+        tenant_hash=PUBLIC if args.unsalted else "", older_than_s=older,
+        salt_key_file=str(file.salt_key_path(args.tenant)) if rotate and file else "",
+        settle_s=max(s.epochs_stale_s + s.store_deadline_s for s in settings),
+    )  # fmt: skip
+    account = Account(config.account)
+    store = KvStore(account, config.control)
+    try:
+        report = Purge(config, store, signing_key(args), step=None if args.json else progress(config.settle_s)).run()
+    finally:
+        store.close()
+        account.close()
+    if args.report:
+        args.report.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report) if args.json else summary(report))
+    return 0
+
+
+def age(text: str) -> float:
+    """Seconds of "30m", "12h", "7d". Raises CLI-ARGUMENT."""
+    found = _AGE.match(text)
+    if not found or float(found[1]) <= 0:
+        raise DynamoBlobError("CLI-ARGUMENT", f"'{text}' is no age", do="write 45s, 30m, 12h, 7d or 4w")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def kv_settings(args: argparse.Namespace) -> list[KvTiersConfig]:
+    """Tier settings of every worker of the plan that has a Blob tier. Raises PURGE-NO-KV, PURGE-PLAN."""
+    path = args.plan or live(args).path / "plan.json"
+    try:
+        plan: dict[str, Any] = json.loads(Path(path).read_text())
+        raw = [(p.get("config") or {}).get("kv") for p in plan["processes"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise DynamoBlobError("PURGE-PLAN", "the plan cannot be read", where=str(path), why=f"{type(e).__name__}: {e}", do="pass --plan RUN/plan.json") from None  # fmt: skip
+    found = [KvTiersConfig.parse(kv["settings"], where=f"{path}: kv") for kv in raw if kv]
+    found = [s for s in found if s.account is not None]
+    if not found:
+        raise DynamoBlobError(
+            "PURGE-NO-KV",
+            "no worker of this graph keeps KV in Blob",
+            where=str(path),
+            do="nothing to purge; check --graph or --plan",
+        )
+    return found
+
+
+def signing_key(args: argparse.Namespace) -> SigningKey:
+    path = args.sign_key or (args.state or runs.default_state()).absolute() / "keys" / "purge.pem"
+    if not args.sign_key and not path.exists():
+        SigningKey.generate().write(path)
+    return SigningKey.open(path)
+
+
+def progress(settle_s: float) -> Any:
+    words = {
+        "resume": "going on with a purge that was interrupted", "raise": "raising the tenant's generation", "rotate": "rotating its salt key",
+        "delete": "deleting", "settle": f"waiting for puts in flight (up to {settle_s:.0f} s)", "prove": "proving from a fresh process",
+    }  # fmt: skip
+
+    def step(phase: str, state: State) -> None:
+        if phase in words:
+            print(f"{time.strftime('%H:%M:%S')}  {words[phase]}", flush=True)
+        elif phase == "deleted":
+            print(
+                f"{time.strftime('%H:%M:%S')}    {state.deleted} objects, {state.deleted_bytes / 1e6:.1f} MB",
+                flush=True,
+            )
+
+    return step
+
+
+def summary(report: dict[str, Any]) -> str:
+    until = report["recoverable"]["until"]
+    kept = "not recoverable" if not until else "recoverable, no end known" if until < 0 else f"recoverable until {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(until))}"  # fmt: skip
+    return "\n".join(
+        (
+            f"purged tenant {report['tenant']}: {report['deleted']} objects, {report['deleted_bytes'] / 1e6:.1f} MB, {report['late']} of them late puts",
+            f"  proof       process {report['probe']['pid']} listed {', '.join(report['containers'])}: {report['probe']['old']} left, "
+            f"{report['probe']['newer']} written since; asked for {report['probe']['asked']} deleted names: none there",
+            f"  memory      {report['memory']}",
+            f"  afterwards  {kept}: {report['recoverable']['why']}",
+            f"  report      {report['id']}, signed by {report['key'][:16]}…",
+        )
+    )
