@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from components.common.engine.config import EngineArgs, KvConfig, WorkerConfig
@@ -82,7 +81,7 @@ class _Compiler:
     def plan(self) -> Plan:
         spec, site, c = self.spec, self.site, self.spec.components
         processes: list[Process] = []
-        if spec.storage.embedded == "azurite":
+        if site.embedded(spec):
             processes.append(self.azurite())
         processes += [self.weights(i) for i in range(c.weights.replicas)]
         gpu = 0
@@ -103,7 +102,7 @@ class _Compiler:
             site.run / "credentials",
             site.weights_root,
         ]
-        if spec.runtime.discovery == "file":
+        if site.discovery(spec) == "file":
             dirs.append(site.run / "discovery")
         volumes = {v.path for p in processes for v in p.volumes}
         return Plan(
@@ -112,11 +111,11 @@ class _Compiler:
                 "model": spec.model.name, "version": self.version(), "channel": "" if spec.model.version else spec.model.channel,
                 "manifest_digest": self.manifest_digest(), "weights_digest": self.weights_digest(), "trust": self.trust().require,
             },
-            endpoint=f"http://{c.frontend.listen}", processes=tuple(processes), namespace=spec.namespace,
+            endpoint=f"http://{c.frontend.listen}", processes=tuple(processes), namespace=site.namespace(spec),
             engine_kind=spec.engine.kind, links=self.links(), storage=self.storage(),
             dirs=tuple(dict.fromkeys([*map(str, dirs), *(p.cwd for p in processes), *sorted(volumes)])), shm_dir=str(site.shm),
             cluster=spec.cluster.model_dump(mode="json") if spec.cluster else None,
-            discovery=spec.runtime.discovery, event_plane=spec.runtime.event_plane,
+            discovery=site.discovery(spec), event_plane=spec.runtime.event_plane,
         )  # fmt: skip
 
     # -- what several processes share
@@ -131,8 +130,8 @@ class _Compiler:
         return self.spec.model.weights_digest or self.site.release.weights_digest
 
     def trust(self) -> TrustConfig:
-        trust, release = self.spec.trust, self.site.release
-        require = trust.require if trust else ("local" if self.spec.storage.embedded == "azurite" else "approval")
+        trust, release = self.site.trust(self.spec), self.site.release
+        require = trust.require if trust else ("local" if self.site.embedded(self.spec) else "approval")
         if require == "local":  # keys that `serve` made on this machine; without them digests alone prove the bytes
             known: Literal["approval", "signature", "none"] = (
                 "approval" if release.approver_keys else "signature" if release.publisher_keys else "none"
@@ -166,7 +165,10 @@ class _Compiler:
         s = self.spec.storage
         return tuple(
             StorageUse(
-                role=role, url=self.site.account_url(self.spec, role), container=own.container, embedded=not own.url
+                role=role,
+                url=self.site.account_url(self.spec, role),
+                container=own.container,
+                embedded=self.site.embedded(self.spec) and not own.url,
             )
             for role, own in (("weights", s.weights), ("kv", s.kv))
         )
@@ -216,21 +218,25 @@ class _Compiler:
 
     def weights(self, i: int) -> Process:
         spec, site = self.spec.components.weights, self.site
-        name = f"weights-{i}.sock"
-        cache = site.shm / "cache" if spec.cache_bytes else None
+        listen, cache = site.weights_listen(self.spec, i), site.cache_dir(self.spec, i)
         config = WeightServiceConfig(
-            name=f"weights-{i}", listen=site.unix(name), weights=self.weights_config("serving-weights-only"),
-            cache_dir=str(cache / str(i)) if cache else "", cache_bytes=spec.cache_bytes,
-            peers=tuple(site.unix(f"weights-{j}.sock") for j in range(spec.replicas) if j != i),
+            name=f"weights-{i}", listen=listen, weights=self.weights_config("serving-weights-only"),
+            cache_dir=cache, cache_bytes=spec.cache_bytes,
+            peers=site.weights_peers(self.spec, i),
         )  # fmt: skip
         return self.process(
             "weights", i, spec, [site.python, "-m", "components.weights"], config=config, env=self.env.python(),
-            sockets=(str(site.sockets / name),), probe=Probe(unix_http=f"{site.unix(name)}:/health", deadline_s=120),
-            after=("azurite-0",) if self.spec.storage.embedded == "azurite" else (), identity="serving-weights-only",
-            secrets=self.credentials("serving-weights-only", "weights"), talks_to=("azurite",) if self.spec.storage.embedded == "azurite" else (),
-            volumes=(Volume(name="cache", path=str(cache / str(i)), kind="tmpfs", bytes=spec.cache_bytes, shared=True),) if cache else (),
+            sockets=(listen.removeprefix("unix:"),), probe=Probe(unix_http=f"{listen}:/health", deadline_s=120),
+            after=("azurite-0",) if self.site.embedded(self.spec) else (), identity="serving-weights-only",
+            secrets=self.credentials("serving-weights-only", "weights"), talks_to=("azurite",) if self.site.embedded(self.spec) else (),
+            volumes=(*self.cache_volume(i, read_only=False), *site.node_volumes(self.spec, "weights", i)),
             memory_bytes=(256 << 20) + spec.cache_bytes,
         )  # fmt: skip
+
+    def cache_volume(self, i: int, read_only: bool) -> tuple[Volume, ...]:
+        path, size = self.site.cache_dir(self.spec, i), self.spec.components.weights.cache_bytes
+        cache = Volume(name="cache", path=path, kind="tmpfs", bytes=size, shared=True, read_only=read_only, node=True)
+        return (cache,) if path else ()
 
     def credentials(self, identity: str, *roles: str) -> tuple[str, ...]:
         return tuple(
@@ -240,27 +246,33 @@ class _Compiler:
     def worker(self, worker: Worker, i: int, first_gpu: int) -> Process:
         spec, site, role = worker.spec, self.site, worker.role
         name, port, nixl = f"{role}-{i}", site.port(self.spec, role, i), site.port(self.spec, f"nixl-{role}", i)
-        weights = self.spec.components.weights
-        service = site.unix(f"weights-{i % weights.replicas}.sock") if weights.replicas else ""
+        service, cached = site.weights_service(self.spec, role, i), i % max(1, self.spec.components.weights.replicas)
         report = str(site.run / "reports" / f"{name}.weights.json")
         identity = "serving" if worker.kv else "serving-weights-only"
         config = WorkerConfig(
-            name=name, role=role, served_model=self.spec.served_model, namespace=self.spec.namespace, component=DYNAMO_COMPONENT[role],
-            discovery=self.spec.runtime.discovery, request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
+            name=name, role=role, served_model=self.spec.served_model, namespace=site.namespace(self.spec), component=DYNAMO_COMPONENT[role],
+            discovery=site.discovery(self.spec), request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
             run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report),
             kv=KvConfig(settings=self.kv_settings(worker, identity)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
-            mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=self.spec.network.host, nixl_port=nixl,
+            mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=site.bind(self.spec), nixl_port=nixl,
             nixl_backends=tuple(spec.nixl_backends), drain_s=spec.drain_s,
         )  # fmt: skip
-        ports = [Port(name="system", number=port, purpose="/health, /metrics, metadata for the frontend")]
+        ports = [
+            Port(
+                name="system",
+                number=port,
+                host=site.bind(self.spec),
+                purpose="/health, /metrics, metadata for the frontend",
+            )
+        ]
         env = {
             **self.env.dynamo(),
-            **self.env.worker(worker.profile.platform, worker.args, nixl, range(first_gpu, first_gpu + spec.gpus)),
+            **self.env.worker(worker.profile.platform, worker.args, nixl, site.gpu_env(first_gpu, spec.gpus)),
             "DYN_SYSTEM_PORT": str(port),
         }
         if role != "aggregated" and self.spec.engine.kind == "vllm":
             ports.append(
-                Port(name="nixl", number=nixl, host=self.spec.network.host, purpose="NIXL side channel (handshakes)")
+                Port(name="nixl", number=nixl, host=site.bind(self.spec), purpose="NIXL side channel (handshakes)")
             )
         facts = worker.profile.model
         on_host = worker.profile.platform == "cpu"
@@ -272,10 +284,13 @@ class _Compiler:
         return self.process(
             role, i, spec, [site.python, "-m", MODULE[role]], config=config, env=env, ports=tuple(ports),
             sockets=(str(site.sockets / f"{name}.kv"), str(site.sockets / f"{name}.kv.relay")),
-            probe=Probe(http=f"http://{self.spec.network.host}:{port}/health", deadline_s=worker.profile.ready_deadline_s),
+            probe=Probe(http=f"http://{site.bind(self.spec)}:{port}/health", deadline_s=worker.profile.ready_deadline_s),
             identity=identity, secrets=self.credentials(identity, "weights", *(["kv"] if worker.kv else [])), gpus=spec.gpus,
             talks_to=tuple(x for x in ("weights", "prefill" if role == "decode" else "", "azurite") if x),
-            volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),), memory_bytes=resident,
+            volumes=(
+                Volume(name="releases", path=str(site.weights_root), shared=True), *self.cache_volume(cached, read_only=True),
+                *site.node_volumes(self.spec, role, i),
+            ), memory_bytes=resident,
             shm_bytes=spec.shm or worker.profile.shm_bytes + host_tier_bytes(worker.kv),
         )  # fmt: skip
 
@@ -290,17 +305,17 @@ class _Compiler:
     def router(self, i: int) -> Process:
         spec, site = self.spec.components.router, self.site
         assert spec is not None
-        port, host, sock = site.port(self.spec, "router", i), self.spec.network.host, f"router-{i}.sock"
+        port, host, listen = site.port(self.spec, "router", i), site.bind(self.spec), site.router_listen(self.spec, i)
         roles = {w.role for w in self.workers}
         config = RouterConfig(
-            name=f"router-{i}", namespace=self.spec.namespace, discovery=self.spec.runtime.discovery,
+            name=f"router-{i}", namespace=site.namespace(self.spec), discovery=self.spec.runtime.discovery,
             request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
             prefill_component="prefill" if "prefill" in roles else "", block_size=spec.block_size or self.first.args.block_size,
-            listen=site.unix(sock), http=f"{host}:{port}", host_hit_weight=spec.host_hit_weight, blob_hit_weight=spec.blob_hit_weight,
+            listen=listen, http=f"{host}:{port}", host_hit_weight=spec.host_hit_weight, blob_hit_weight=spec.blob_hit_weight,
         )  # fmt: skip
         return self.process(
             "router", i, spec, [site.python, "-m", "router"], config=config, env=self.env.dynamo(),
-            ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"),), sockets=(str(site.sockets / sock),),
+            ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"),), sockets=(listen.removeprefix("unix:"),) if listen.startswith("unix:") else (),
             probe=Probe(http=f"http://{host}:{port}/health", deadline_s=self.slowest_s() + 30), inotify=self.inotify(INOTIFY_ROUTER), memory_bytes=200 << 20,
             talks_to=tuple(w.role for w in self.workers),
         )  # fmt: skip
@@ -309,14 +324,14 @@ class _Compiler:
         return max(w.profile.ready_deadline_s for w in self.workers)
 
     def inotify(self, instances: int) -> int:
-        return instances if self.spec.runtime.discovery == "file" else 0
+        return instances if self.site.discovery(self.spec) == "file" else 0
 
     def dynamo_frontend(self, i: int) -> Process:
         port, runtime = self.site.port(self.spec, "dynamo-frontend", i), self.spec.runtime
         argv = [
-            self.site.python, "-m", "dynamo.frontend", "--discovery-backend", runtime.discovery, "--request-plane", runtime.request_plane,
+            self.site.python, "-m", "dynamo.frontend", "--discovery-backend", self.site.discovery(self.spec), "--request-plane", runtime.request_plane,
             "--event-plane", runtime.event_plane, "--http-host", LOOPBACK, "--http-port", str(port), "--router-mode", "kv",
-            "--migration-limit", str(runtime.migration_limit), "--namespace", self.spec.namespace,
+            "--migration-limit", str(runtime.migration_limit), "--namespace", self.site.namespace(self.spec),
             "--kv-cache-block-size", str(self.first.args.block_size),
         ]  # fmt: skip
         return self.process(
@@ -328,19 +343,17 @@ class _Compiler:
 
     def gateway(self, i: int) -> Process:
         spec, site = self.spec.components.frontend, self.site
-        host, _, number = spec.listen.rpartition(":")
-        port = int(number) if i == 0 else site.port(self.spec, "frontend", i)
-        router, replicas = self.spec.components.router, self.spec.components.weights.replicas
-        service = site.unix(f"weights-{i % replicas}.sock") if replicas else ""
+        host, port = site.gateway_listen(self.spec, i)
+        router, service = self.spec.components.router, site.weights_service(self.spec, "frontend", i)
         config = GatewayConfig(
-            name=f"frontend-{i}", listen=f"{host}:{port}",
+            name=f"frontend-{i}", listen=f"{host}:{port}", ops_listen=site.gateway_ops_listen(self.spec),
             upstream=f"http://{LOOPBACK}:{site.port(self.spec, 'dynamo-frontend', i % max(1, self.spec.components.dynamo_frontend.replicas))}",
             served_model=self.spec.served_model, engine_kind=self.spec.engine.kind, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
             weights=self.weights_config("serving-weights-only", "", service),
             max_model_len=min(w.args.max_model_len for w in self.workers), block_size=self.first.args.block_size,
-            router=site.unix(f"router-{i % router.replicas}.sock") if router and router.replicas else "",
+            router=site.router_address(self.spec, i),
             router_deadline_ms=router.decide_deadline_ms if router else 50.0, auth=spec.auth,
-            tenants_file=resolve(self.graph, spec.tenants_file), max_body_bytes=spec.max_body, max_concurrent=spec.max_concurrent, drain_s=spec.drain_s,
+            tenants_file=site.tenants_file(self.graph.document.name, spec.tenants_file), max_body_bytes=spec.max_body, max_concurrent=spec.max_concurrent, drain_s=spec.drain_s,
         )  # fmt: skip
         local = host in ("127.0.0.1", "localhost", "::1", "[::1]")
         probe_host = LOOPBACK if host in ("0.0.0.0", "") else host
@@ -350,7 +363,7 @@ class _Compiler:
             probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60, timeout_s=30),
             identity="serving-weights-only", secrets=self.credentials("serving-weights-only", "weights"),
             volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),),
-            memory_bytes=250 << 20, talks_to=("dynamo-frontend", "weights", *(("router",) if router else ()), *(("azurite",) if self.spec.storage.embedded == "azurite" else ())),
+            memory_bytes=250 << 20, talks_to=("dynamo-frontend", "weights", *(("router",) if router else ()), *(("azurite",) if self.site.embedded(self.spec) else ())),
         )  # fmt: skip
 
 
@@ -363,8 +376,3 @@ def host_tier_bytes(settings: dict[str, Any] | None) -> int:
 
 def graph_name(graph: Graph) -> str:
     return graph.document.name
-
-
-def resolve(graph: Graph, path: str) -> str:
-    """A path of the graph file as an absolute path; empty stays empty."""
-    return str((Path(graph.document.name).parent / path).resolve()) if path else ""

@@ -4,7 +4,7 @@ in the graph's `env`, or among PATH, HOME, LANG and TZ."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from components.common.engine.config import EngineArgs
 from graphs.site import LOOPBACK, Site
@@ -30,10 +30,11 @@ class Environment:
 
     def dynamo(self) -> dict[str, str]:
         """Every process with a Dynamo runtime."""
-        runtime, host = self.spec.runtime, self.spec.network.host
+        runtime, host = self.spec.runtime, self.site.host(self.spec)
+        discovery = self.site.discovery(self.spec)
         out = {
             **self.python(),
-            "DYN_DISCOVERY_BACKEND": runtime.discovery,  # unset means etcd
+            "DYN_DISCOVERY_BACKEND": discovery,  # unset means etcd
             "DYN_REQUEST_PLANE": runtime.request_plane,
             "DYN_EVENT_PLANE": runtime.event_plane,
             "DYN_SYSTEM_HOST": host,  # defaults of these four are 0.0.0.0 or the host's address
@@ -44,17 +45,17 @@ class Environment:
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # 5 s by default; our drain waits for answers itself
         }
-        if runtime.discovery == "file":
+        if discovery == "file":
             out["DYN_FILE_KV"] = str(self.site.run / "discovery")  # fresh per run: stale entries name dead workers
-        if runtime.discovery == "etcd":
+        if discovery == "etcd":
             out["ETCD_ENDPOINTS"] = runtime.etcd_url or f"http://{LOOPBACK}:{self.site.port(self.spec, 'etcd')}"
         if "nats" in (runtime.event_plane, runtime.request_plane):
             out["NATS_SERVER"] = runtime.nats_url or f"nats://{LOOPBACK}:{self.site.port(self.spec, 'nats')}"
         return out
 
-    def worker(self, platform: str, args: EngineArgs, nixl_port: int, gpus: Iterable[int]) -> dict[str, str]:
-        """vLLM, NIXL and UCX of one worker."""
-        host = self.spec.network.host
+    def worker(self, platform: str, args: EngineArgs, nixl_port: int, gpus: Mapping[str, str]) -> dict[str, str]:
+        """vLLM, NIXL and UCX of one worker. `gpus`: how it is told which GPUs are its own."""
+        host = self.site.host(self.spec)
         out = {
             "PYTHONHASHSEED": self.spec.runtime.hash_seed,  # block hashes are equal in every worker and after restarts
             "HF_HUB_OFFLINE": "1",  # no other origin is ever tried
@@ -75,5 +76,4 @@ class Environment:
             # Without these two a CUDA host moves 0.4-0.7 GB/s between processes, slower than recomputing.
             out["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
             out["UCX_RMA_PPLN_ENABLE"] = "y"
-        out["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        return out
+        return {**out, **gpus}

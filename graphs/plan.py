@@ -44,6 +44,10 @@ class Volume(Config):
     read_only: bool = False
     bytes: int = Field(0, ge=0, description="size it may grow to; 0 = not bounded")
     shared: bool = Field(False, description="one directory per node, shared by several processes")
+    node: bool = Field(
+        False,
+        description="the node's own directory, which outlives the process (a cluster mounts it into several pods)",
+    )
 
 
 class StorageUse(Config):

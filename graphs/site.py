@@ -1,6 +1,7 @@
 """Where a plan runs: paths, addresses and credentials of one machine, or of a cluster.
 
-The compiler is one; what differs between a laptop and AKS is only what a `Site` answers.
+The compiler is one; what differs between a laptop and AKS is only what a `Site` answers
+(`graphs.render.site.ClusterSite` answers for a cluster).
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import hashlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from components.common.storage.config import AccountConfig, CredentialConfig
-from graphs.spec import AccountSpec, GraphSpec
+from graphs.plan import Volume
+from graphs.spec import AccountSpec, GraphSpec, TrustSpec
 
 LOOPBACK = "127.0.0.1"
 EMBEDDED_ACCOUNTS = {"weights": "dbweights", "kv": "dbkv"}
@@ -93,3 +96,70 @@ class Site:
 
     def unix(self, name: str) -> str:
         return f"unix:{self.sockets / name}"
+
+    # -- what a cluster answers otherwise
+
+    def host(self, spec: GraphSpec) -> str:
+        """Address at which others reach a process of ours; stands in environments."""
+        return spec.network.host
+
+    def bind(self, spec: GraphSpec) -> str:
+        """Address to listen on for other processes."""
+        return spec.network.host
+
+    def namespace(self, spec: GraphSpec) -> str:
+        return spec.namespace
+
+    def embedded(self, spec: GraphSpec) -> bool:
+        """Whether the store is a process of the graph."""
+        return spec.storage.embedded == "azurite"
+
+    def trust(self, spec: GraphSpec) -> TrustSpec | None:
+        return spec.trust
+
+    def discovery(self, spec: GraphSpec) -> Literal["file", "etcd", "kubernetes"]:
+        return spec.runtime.discovery
+
+    def gateway_listen(self, spec: GraphSpec, replica: int) -> tuple[str, int]:
+        host, _, number = spec.components.frontend.listen.rpartition(":")
+        return host, int(number) if replica == 0 else self.port(spec, "frontend", replica)
+
+    def gateway_ops_listen(self, spec: GraphSpec) -> str:
+        """/metrics and /debug apart from the API; empty = on the API's own port."""
+        return ""
+
+    def weights_listen(self, spec: GraphSpec, replica: int) -> str:
+        return self.unix(f"weights-{replica}.sock")
+
+    def weights_service(self, spec: GraphSpec, consumer: str, replica: int) -> str:
+        """The weight service that replica `replica` of `consumer` asks; empty = none, it reads Blob itself."""
+        count = spec.components.weights.replicas
+        return self.unix(f"weights-{replica % count}.sock") if count else ""
+
+    def weights_peers(self, spec: GraphSpec, replica: int) -> tuple[str, ...]:
+        others = (j for j in range(spec.components.weights.replicas) if j != replica)
+        return tuple(self.weights_listen(spec, j) for j in others)
+
+    def cache_dir(self, spec: GraphSpec, replica: int) -> str:
+        """Node cache that weight service `replica` writes; empty = none."""
+        return str(self.shm / "cache" / str(replica)) if spec.components.weights.cache_bytes else ""
+
+    def node_volumes(self, spec: GraphSpec, component: str, replica: int) -> tuple[Volume, ...]:
+        """Directories of the node beyond the cache that processes meet in."""
+        return ()
+
+    def router_listen(self, spec: GraphSpec, replica: int) -> str:
+        return self.unix(f"router-{replica}.sock")
+
+    def router_address(self, spec: GraphSpec, replica: int) -> str:
+        """The router that gateway `replica` asks; empty = none."""
+        router = spec.components.router
+        return self.router_listen(spec, replica % router.replicas) if router and router.replicas else ""
+
+    def tenants_file(self, graph_file: str, path: str) -> str:
+        """A path of the graph file as an absolute path; empty stays empty."""
+        return str((Path(graph_file).parent / path).resolve()) if path else ""
+
+    def gpu_env(self, first: int, count: int) -> dict[str, str]:
+        """Which GPUs of the machine a process may use."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}

@@ -29,6 +29,7 @@ def parse_size(value: object) -> object:
 
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0), WithJsonSchema(_SIZE_SCHEMA)]
+_CIDR = r"^(\d{1,3}(\.\d{1,3}){3}/\d{1,2}|[0-9a-fA-F:]+/\d{1,3})?$"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 
 
@@ -223,26 +224,56 @@ class IdentitySpec(Spec):
     service_account: str = ""
 
 
+class ClusterAccounts(Spec):
+    """Storage accounts of the cluster, for graphs whose own accounts are the embedded store."""
+
+    weights: str = Field("", pattern=r"^(https://[a-z0-9.-]+)?$", description="https://ACCOUNT.blob.core.windows.net")
+    kv: str = Field("", pattern=r"^(https://[a-z0-9.-]+)?$", description="a second account, without versions")
+
+
 class ClusterSpec(Spec):
-    """What a cluster needs beyond the graph (`dynamo render`)."""
+    """What a cluster needs beyond the graph (`dynamo render`): in the graph, or in a file of its own (``--cluster``)."""
 
     namespace: str = Field("inference", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
     images: dict[str, str] = Field({}, description="component -> image pinned by digest; `default` for the rest")
     dynamo_version: str = Field("1.6.1", pattern=r"^\d+\.\d+\.\d+$", description="runtimeVersionOverride")
+    accounts: ClusterAccounts = ClusterAccounts()
+    trust: TrustSpec | None = Field(None, description="used when the graph names none: keys whose approvals count")
     identities: dict[Literal["serving", "weights"], IdentitySpec] = {}
     region: str = ""
-    node_selector: dict[str, str] = {}
+    node_selector: dict[str, str] = Field({}, description="nodes of workers and of the weight service")
+    gpu_resource: str = Field("nvidia.com/gpu", description="resource name of the GPU device plugin")
+    extra_resources: dict[str, int] = Field(
+        {}, description="further resources of each worker with GPUs, e.g. {rdma/hca_shared_devices_a: 1}"
+    )
     termination_grace_s: float = Field(
         120.0, gt=0, description="terminationGracePeriodSeconds; must exceed every drain"
     )
     cache_host_path: str = Field(
-        "/mnt/dynamo-blob/cache",
+        "/dev/shm/dynamo-blob/cache",
+        pattern=r"^/[A-Za-z0-9._/-]+$",
         description="tmpfs of the node, written by the weight service, mapped read-only by workers",
+    )
+    node_run_path: str = Field(
+        "/run/dynamo-blob-node",
+        pattern=r"^/[A-Za-z0-9._/-]+$",
+        description="directory of the node with the weight service's socket",
     )
     cache_mode: Literal["hostpath", "sidecar"] = Field("hostpath", description="sidecar where hostPath is forbidden")
     private_endpoint_cidr: str = Field(
-        "", description="addresses of the storage private endpoints, for the network policy"
+        "", pattern=_CIDR, description="addresses of the storage private endpoints, for the network policy"
     )
+    api_server_cidr: str = Field(
+        "", pattern=_CIDR, description="address of the Kubernetes API server, which discovery talks to"
+    )
+    identity_cidrs: list[Annotated[str, Field(pattern=_CIDR)]] = Field(
+        ["20.20.32.0/19", "20.190.128.0/18", "20.231.128.0/19", "40.126.0.0/18"],
+        description="addresses of Entra ID, where identities become tokens (Microsoft 365 endpoints, id 56)",
+    )
+    gateway_from: list[str] = Field(
+        [], description="namespaces whose pods may call the API beside the graph's own; empty = the graph's own alone"
+    )
+    monitoring_namespace: str = Field("monitoring", description="namespace whose pods may read metrics; empty = none")
 
 
 class GraphSpec(Spec):
