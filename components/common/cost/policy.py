@@ -1,0 +1,264 @@
+"""Load or recompute for one engine: estimates, decisions that do not oscillate, bounded exploration, the account of both.
+
+Pure: the caller says what it saw and gets decisions; there is no clock and no I/O. One thread owns it.
+
+    decision = policy.decide(request)      at arrival, or when the scheduler asks
+    policy.fetched(...), policy.computed(...)   as loads and prefills complete
+    policy.finished(decision, seconds)     first token out
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from components.common.cost.config import CostConfig
+from components.common.cost.decide import Held, Option, Request, Tiers, best, options, split
+from components.common.cost.fetch import Fetch
+from components.common.cost.ledger import Ledger, Outcome
+from components.common.cost.prefill import Prefill
+from components.common.cost.traffic import Traffic
+
+_COMPUTE_EVERY = 64
+"""Loads in a row of a size class after which one cheap recompute is tried, if the budget allows."""
+_SIZES = 40
+_UNSETTLED = 3
+"""Times the probing budget while a change of speed is being followed."""
+
+
+class Probe(NamedTuple):
+    """Read `tokens` of the prompt from `tier` in the background: nobody waits for it, it only measures."""
+
+    tier: str
+    tokens: int
+
+
+class Decision(NamedTuple):
+    """What to do with one request. All seconds are predictions, from now to the first token."""
+
+    load_tokens: int
+    """Tokens to load beyond the local hit; 0 = recompute."""
+    chosen: Option
+    compute: Option
+    """Recompute everything."""
+    deadline_s: float
+    """Seconds after which a load is given up and the rest recomputed; inf when nothing is loaded."""
+    reason: str
+    other_s: float
+    explored_s: float = 0.0
+    overlap_from: int | None = None
+    """Compute up to this token while the chunks from here on load; None = one way only."""
+    overlap_s: float = math.inf
+    probe: Probe | None = None
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What was extrapolated to get here, in words; empty when everything was within what has been measured."""
+        return tuple(dict.fromkeys(self.chosen.beyond + self.compute.beyond))
+
+    def attributes(self) -> dict[str, Any]:
+        """For traces: flat, JSON types."""
+        return {
+            "kv.cost.load_tokens": self.load_tokens,
+            "kv.cost.reason": self.reason,
+            "kv.cost.predicted_s": min(self.chosen.total_s, self.overlap_s),
+            "kv.cost.predicted_load_s": self.chosen.load.mean,
+            "kv.cost.predicted_load_sd_s": self.chosen.load.sd,
+            "kv.cost.recompute_s": self.compute.total_s,
+            "kv.cost.explored_s": self.explored_s,
+            "kv.cost.extrapolated": "; ".join(self.beyond),
+        }
+
+
+class Policy:
+    """The cost model of one engine and what it has learned."""
+
+    def __init__(self, config: CostConfig, step_tokens: int = 0) -> None:
+        self.config = config
+        self.prefill = Prefill(config.hardware, step_tokens)
+        self.fetches = {t.name: Fetch(t) for t in config.tiers}
+        self.tiers = Tiers(self.fetches, config.hardware.kv_bytes_per_token)
+        self.ledger = Ledger()
+        self.traffic = Traffic()
+        self._loads: dict[tuple[int, str], bool] = {}
+        self._streak: dict[tuple[int, str], int] = {}
+
+    def decide(self, request: Request) -> Decision:
+        """The plan for `request`. Tiers without an estimate in this policy are not used."""
+        known = self._known_part(request)
+        self.traffic.arrived(request.at)
+        choices = options(known, self.prefill, self.tiers, self.config.chunk_tokens, self.traffic)
+        compute = choices[0]
+        loads = choices[1:]
+        for fetch in self.fetches.values():
+            fetch.tick()
+        self.prefill.tick()
+        if not loads:
+            self.traffic.chose(compute.compute.mean, False)
+            return Decision(0, compute, compute, math.inf, "nothing held", math.inf)
+        key = (min((known.tokens - known.local).bit_length(), _SIZES), known.held[-1].tier)
+        load = best(loads)
+        chosen, reason, explored = self._choose(known, key, load, compute)
+        if chosen.beyond or compute.beyond:
+            self.ledger.beyond += 1
+        loaded = chosen.cut > known.local
+        self.traffic.chose(chosen.compute.mean, loaded)
+        self._streak[key] = self._streak.get(key, 0) + 1 if loaded else 0
+        decision = Decision(
+            chosen.cut - known.local,
+            chosen,
+            compute,
+            self._deadline(chosen, compute) if loaded else math.inf,
+            reason,
+            compute.total_s if loaded else load.total_s,
+            explored,
+        )
+        if self.config.mode == "auto":
+            decision = self._overlap(known, load, decision)
+            decision = decision._replace(probe=self._probe(known, decision))
+        return decision
+
+    def fetched(self, tier: str, nbytes: int, seconds: float, queued: int = 0, complete: bool = True) -> None:
+        """A load from `tier` ended: complete after `seconds`, or given up then."""
+        fetch = self.fetches.get(tier)
+        if fetch is None:
+            return
+        if complete:
+            fetch.observe(nbytes, seconds, queued)
+        else:
+            self.ledger.missed_deadlines += 1
+            fetch.observe_at_least(nbytes, seconds, queued)
+
+    def computed(self, tokens: int, context: int, seconds: float, decoding: int = 0) -> None:
+        """The engine spent `seconds` on `tokens` new prompt tokens after `context` cached ones."""
+        self.prefill.observe(tokens, context, seconds, decoding)
+
+    def finished(self, decision: Decision, seconds: float) -> Outcome:
+        """First token out `seconds` after the decision."""
+        predicted = min(decision.chosen.total_s, decision.overlap_s)
+        outcome = Outcome(decision.load_tokens > 0, predicted, decision.other_s, seconds, decision.explored_s)
+        self.ledger.add(outcome)
+        return outcome
+
+    def explain(self) -> dict[str, Any]:
+        """What is believed now and how it has gone, for `dynamo status --explain`."""
+        tiers = {
+            name: {
+                "fixed_s": f.fixed_s,
+                "bytes_per_s": f.bytes_per_s,
+                "measured": f.observed,
+                "requests_since": f.age,
+                "speed_changes": f.changes,
+            }
+            for name, f in self.fetches.items()
+        }
+        lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 122880)
+        per = self.config.hardware.kv_bytes_per_token
+        table = [
+            {
+                "tokens": n,
+                "recompute_s": self.prefill.seconds(n),
+                "extrapolated": self.prefill.predict(n).beyond,
+                **{f"{t}_s": self.tiers.load(Request(n, held=(Held(t, n),)), n).mean for t in self.fetches},
+            }
+            for n in lengths
+        ]
+        return {
+            "mode": self.config.mode,
+            "bytes_per_token": per,
+            "tiers": tiers,
+            "prefill_measured": self.prefill.observed,
+            "table": table,
+            **self.ledger.report(),
+        }
+
+    def _known_part(self, request: Request) -> Request:
+        held = []
+        for span in request.held:
+            if span.tier not in self.fetches:
+                break
+            held.append(span)
+        return request._replace(held=tuple(held))
+
+    def _choose(
+        self, request: Request, key: tuple[int, str], load: Option, compute: Option
+    ) -> tuple[Option, str, float]:
+        if self.config.mode != "auto":
+            fixed = load if self.config.mode == "load" else compute
+            return fixed, f"mode {self.config.mode}", 0.0
+        before = self._loads.get(key)
+        better, worse = (load, compute) if load.price_s < compute.price_s else (compute, load)
+        wants = better is load
+        if before is not None and wants != before and worse.price_s <= better.price_s * (1 + self.config.switch_gain):
+            return worse, "kept: the difference is below switch_gain", 0.0
+        if before is not None and wants != before:
+            self.ledger.switches += 1
+        self._loads[key] = wants
+        idle = not request.wait_s and not any(request.queued.values())
+        excess = compute.price_s - load.price_s
+        if wants and idle and self._streak.get(key, 0) >= _COMPUTE_EVERY and self._may_recompute(load, compute, excess):
+            self.ledger.explored_s += excess
+            return compute, "exploring: recompute not measured for long", excess
+        return better, "load is faster" if wants else "recompute is faster", 0.0
+
+    def _may_recompute(self, load: Option, compute: Option, excess: float) -> bool:
+        """A recompute is worth trying when a third of its predicted time would win and the excess fits the budget."""
+        return compute.compute.mean / 3 < load.total_s and self.ledger.allows(excess, self.config.probe_budget / 2, 0.0)
+
+    def _deadline(self, chosen: Option, compute: Option) -> float:
+        """Twice the prediction, four deviations, or half of what recomputing would have cost: the largest of them."""
+        load = chosen.load
+        return max(
+            load.mean * self.config.deadline_factor,
+            load.mean + 4 * load.sd if not load.beyond else 0.0,
+            compute.compute.mean / 2,
+            self.config.deadline_floor_s,
+        )
+
+    def _overlap(self, request: Request, load: Option, decision: Decision) -> Decision:
+        config = self.config
+        if not config.overlap or request.tokens - request.local < config.overlap_min_tokens:
+            return decision
+        c, fetch = decision.compute.compute.mean, load.load.mean
+        if not c or not fetch or not 0.5 <= c / fetch <= 2.0 or decision.explored_s:
+            return decision
+        at, seconds = split(request, self.prefill, self.tiers, config.chunk_tokens, load.cut)
+        single = min(load.total_s, decision.compute.total_s)
+        if seconds > single * (1 - config.overlap_min_gain) or not request.local < at < load.cut:
+            return decision
+        return decision._replace(
+            load_tokens=load.cut - request.local,
+            chosen=load,
+            overlap_from=at,
+            overlap_s=seconds,
+            other_s=single,
+            deadline_s=math.inf,
+            reason="both ends at once",
+        )
+
+    def _probe(self, request: Request, decision: Decision) -> Probe | None:
+        """A background read from a tier that was held but not used for a while, if a faster tier would change anything."""
+        used = decision.chosen.cut
+        start = request.local
+        for tier, end in request.held:
+            first, start = start, max(start, end)
+            fetch = self.fetches[tier]
+            due = fetch.observed == 0 or fetch.age >= self.config.probe_every or (fetch.unsettled and fetch.age > 1)
+            if end <= used or not due:
+                continue
+            if first >= used and first > request.local and not fetch.prior.via:
+                continue
+            if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + fetch.fixed_s / 4:
+                continue  # not even a tier ten times as fast would win
+            chunk, per = self.config.chunk_tokens, self.config.hardware.kv_bytes_per_token
+            sized = min(self.config.probe_bytes, int(2 * fetch.fixed_s * fetch.bytes_per_s))
+            tokens = max(chunk, min(sized // per, end - first) // chunk * chunk)
+            if tokens > end - first:
+                continue
+            seconds = fetch.seconds(tokens * per)
+            budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
+            if fetch.observed and not self.ledger.allows(seconds, budget, 4 * seconds):
+                continue
+            self.ledger.probe(seconds, tokens * per)
+            return Probe(tier, tokens)
+        return None
