@@ -135,12 +135,13 @@ class MockGraph:
     def start_worker(self, role: str, index: int, **changes: Any) -> None:
         name = f"{role}-{index}"
         port = self.system_ports.get(name) or self.system_ports.setdefault(name, self._spare.pop())
+        model = changes.pop("model", self.model)
         config = {
             "name": name, "role": role, "served_model": SERVED, "namespace": "mock", "component": "prefill" if role == "prefill" else "backend",
             "run_dir": str(self.dir), "engine_kind": "mock", "mock_token_ms": self.token_ms, "mock_prefill_tokens_per_s": self.rate, "drain_s": self.drain_s,
             "engine": {"block_size": self.block_size, "kv_cache_bytes": self.kv_cache_bytes, "max_model_len": self.max_model_len, "max_num_seqs": 256},
             "weights": {
-                "release": {"model": SERVED}, "account": {"url": "http://127.0.0.1:9/unused", "credential": {"kind": "sas_file"}}, "root": str(self.model)
+                "release": {"model": SERVED}, "account": {"url": "http://127.0.0.1:9/unused", "credential": {"kind": "sas_file"}}, "root": str(model)
             },
         } | changes  # fmt: skip
         self.start(

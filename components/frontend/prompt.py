@@ -78,7 +78,7 @@ class Renderer:
         tools = body.get("tools")
         if body.get("tool_choice") == "none":
             tools = None
-        if tools is not None and not (isinstance(tools, list) and tools and all(isinstance(t, dict) for t in tools)):
+        if tools is not None and not _whole_tools(tools):
             return None
         try:
             return self.template.render(
@@ -90,8 +90,6 @@ class Renderer:
     def completion(self, body: dict[str, Any]) -> str | list[int] | None:
         """The one prompt of a completions request, text or ids; None for batches."""
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]
         if isinstance(prompt, str):
             return prompt
         if isinstance(prompt, list) and prompt and all(type(i) is int and 0 <= i < 2**32 for i in prompt):
@@ -123,8 +121,43 @@ def _messages(messages: Any) -> list[dict[str, Any]] | None:
             m = {**m, "content": "\n".join(p["text"] for p in content)}
         elif content is not None and not isinstance(content, str):
             return None
+        if m.get("tool_calls") is not None:
+            calls = _tool_calls(m["tool_calls"])
+            if calls is None:
+                return None
+            m = {**m, "tool_calls": calls}
         out.append(m)
     return out
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
+    """Arguments arrive as JSON text and are rendered as objects, as Dynamo does."""
+    out = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            return None
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        out.append({**call, "function": {**function, "arguments": arguments}})
+    return out
+
+
+def _whole_tools(tools: Any) -> bool:
+    """Only tools that state everything: Dynamo fills in what is absent, and templates print it."""
+    return (
+        isinstance(tools, list)
+        and bool(tools)
+        and all(
+            isinstance(t, dict) and t.keys() == {"type", "function"} and isinstance(t["function"], dict)
+            and t["function"].keys() == {"name", "description", "parameters"} and isinstance(t["function"]["parameters"], dict)
+            for t in tools
+        )
+    )  # fmt: skip
 
 
 def _template(path: Path, config: dict[str, Any]) -> str:

@@ -33,6 +33,8 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from components.common.engine.config import WorkerConfig
 from components.common.errors import DynamoBlobError
+from components.common.messages.loadplan import LoadPlan
+from components.common.messages.loadplan import read as read_load_plan
 
 WORDS = 1000
 """Distinct answer words; positions wrap around."""
@@ -128,6 +130,7 @@ class MockEngine(LLMEngine):
         self.worker_id = 0
         self.inflight = 0
         self.closing = False
+        self.last_plan = LoadPlan()
         self.counters: dict[str, int] = dict.fromkeys(
             (
                 "requests",
@@ -138,6 +141,7 @@ class MockEngine(LLMEngine):
                 "cancelled",
                 "handovers",
                 "migrated_away",
+                "load_plans",
             ),
             0,
         )
@@ -206,6 +210,8 @@ class MockEngine(LLMEngine):
             "# TYPE dynamo_blob_mock_cached_blocks gauge",
             f"dynamo_blob_mock_cached_blocks {len(self.cache.blocks)}",
         ]
+        lines += ["# TYPE dynamo_blob_mock_load_plan_tokens gauge"]
+        lines += [f"dynamo_blob_mock_load_plan_tokens {self.last_plan.max_load_tokens or 0}"]
         return "\n".join(lines) + "\n"
 
     async def is_quiescent(self) -> bool | None:
@@ -245,6 +251,10 @@ class MockEngine(LLMEngine):
                 f"the prompt has {len(tokens)} tokens; this engine takes {self.config.engine.max_model_len} with the answer"
             )
         self.counters["requests"] += 1
+        plan = read_load_plan(context.metadata)
+        if plan != LoadPlan():
+            self.counters["load_plans"] += 1
+            self.last_plan = plan
         handed = extract_prefill_result(request) if self.mode == DisaggregationMode.DECODE else None
         salt = (request.get("routing") or {}).get("cache_salt") or ""
         cached = await self._prefill(tokens, salt, handed)
