@@ -66,6 +66,13 @@ class Prefill:
         if self._fit.observed > before:
             self._known = max(self._known, tokens + context)
 
+    def observe_step(self, tokens: int, pairs: float, reach: int, seconds: float, decoding: int = 0) -> None:
+        """One engine step computed `tokens` new tokens of any prompts, `pairs` query-key pairs, up to position `reach`."""
+        before = self._fit.observed
+        self._fit.observe((1.0, float(tokens), pairs), seconds - decoding * self.profile.sequence_step_s)
+        if self._fit.observed > before:
+            self._known = max(self._known, reach)
+
     def tick(self) -> None:
         self._fit.tick()
 

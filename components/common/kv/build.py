@@ -45,9 +45,10 @@ def offloading(config: KvTiersConfig) -> dict[str, Any]:
         secondary.append(_tier(text, "posix"))
     if config.account is not None:
         secondary.append(_tier(text, "blob"))
+    priced = config.policy.get("module") == f"{PACKAGE}.policy"
     return {
-        "kv_connector": "DynamoBlobConnector",
-        "kv_connector_module_path": f"{PACKAGE}.connector",
+        "kv_connector": "CostConnector" if priced else "DynamoBlobConnector",
+        "kv_connector_module_path": f"{PACKAGE}.policy" if priced else f"{PACKAGE}.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",

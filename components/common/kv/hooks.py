@@ -4,7 +4,8 @@ A policy is a class named by `KvTiersConfig.policy` = {"class": ..., "module": .
 
     plan(RequestInfo) -> Plan                      asked once per request, on the scheduler thread: arithmetic only
     seconds_saved(end_tokens, chunk_tokens) -> float   optional: worth of one stored chunk, for retention
-    note_load(tokens, nbytes, seconds, tier)           optional: a measured load
+    load_deadline(request, default_s) -> float         optional: seconds a promotion for this request may take
+    note_load(request, tier, nbytes, seconds, queued, complete)   optional: a measured promotion (bytes, bytes queued before it)
 """
 
 from __future__ import annotations
@@ -78,3 +79,14 @@ def current() -> Any:
 def seconds_saved(end_tokens: int, chunk_tokens: int) -> float:
     worth = getattr(_current, "seconds_saved", None)
     return float(worth(end_tokens, chunk_tokens)) if worth else 0.0
+
+
+def load_deadline(request: str, default_s: float) -> float:
+    asked = getattr(_current, "load_deadline", None)
+    return min(float(asked(request, default_s)), default_s) if asked else default_s
+
+
+def note_load(request: str, tier: str, nbytes: int, seconds: float, queued: int, complete: bool) -> None:
+    note = getattr(_current, "note_load", None)
+    if note:
+        note(request, tier, nbytes, seconds, queued, complete)

@@ -66,11 +66,12 @@ class _Request:
 class _Job:
     """A vLLM job of several chunks; it is over when each chunk has ended."""
 
-    __slots__ = ("began", "good", "left", "load", "nbytes", "total")
+    __slots__ = ("began", "ended", "good", "left", "load", "nbytes", "queued", "request", "total")
 
-    def __init__(self, load: bool, left: int) -> None:
+    def __init__(self, load: bool, left: int, request: str = "", queued: int = 0) -> None:
         self.load, self.left, self.total, self.good, self.nbytes = load, left, left, list[OffloadKey](), 0
-        self.began = time.monotonic()
+        self.request, self.queued = request, queued
+        self.began = self.ended = time.monotonic()
 
 
 class _End(NamedTuple):
@@ -81,6 +82,7 @@ class _End(NamedTuple):
     request: _Request
     parent: str | None
     tokens: int
+    at: float
 
 
 class DynamoBlobTier(SecondaryTierManager):
@@ -175,6 +177,21 @@ class DynamoBlobTier(SecondaryTierManager):
             return self._miss("breaker")
         return LookupResult.HIT if there else LookupResult.MISS
 
+    def peek(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """What the index knows of a chunk, without asking the store; None = it does not know."""
+        request = self._request(req_context)
+        if request.transport is None or key in request.missed or not request.transport.available(False):
+            return False
+        name = self._name(request, key, req_context)
+        if name is None or self._lookups.is_negative(name):
+            return False
+        return self._index.lookup(name)
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of chunks asked for and not yet ended."""
+        return sum(job.left for job in self._jobs.values() if job.load) * self.block_size_bytes
+
     def _miss(self, reason: str) -> LookupResult:
         self._lookups.reasons[reason] += 1
         return LookupResult.MISS
@@ -188,9 +205,10 @@ class DynamoBlobTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
-        deadline = time.monotonic() + self.config.load_deadline_s
+        name_of_request = job_metadata.req_context.req_id
+        deadline = time.monotonic() + hooks.load_deadline(name_of_request, self.config.load_deadline_s)
         keys = list(job_metadata.keys)
-        self._jobs[job_metadata.job_id] = _Job(True, len(keys))
+        self._jobs[job_metadata.job_id] = _Job(True, len(keys), name_of_request, self.loading_bytes)
         for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True):
             name = self._name(request, key, job_metadata.req_context)
             assert name is not None and request.transport is not None
@@ -243,7 +261,9 @@ class DynamoBlobTier(SecondaryTierManager):
         parent = request.chain.get((group, end - self.namespaces[group].tokens_per_chunk))
         return Unit(
             store, request.transport, name, self._rows[chunk], deadline,
-            lambda unit, reason: self._ends.put(_End(job_id, key, unit, reason, request, parent, end)),
+            lambda unit, reason: self._ends.put(
+                _End(job_id, key, unit, reason, request, parent, end, time.monotonic())
+            ),
             guard=lambda: self._opened.current(tenant, namespace),
         )  # fmt: skip
 
@@ -261,6 +281,7 @@ class DynamoBlobTier(SecondaryTierManager):
             job = self._jobs[end.job_id]
             (self._stored if end.unit.store else self._loaded)(end, job)
             job.left -= 1
+            job.ended = max(job.ended, end.at)
             if not job.left:
                 self._finish(end.job_id, job)
 
@@ -291,6 +312,10 @@ class DynamoBlobTier(SecondaryTierManager):
 
     def _finish(self, job_id: int, job: _Job) -> None:
         del self._jobs[job_id]
+        if job.load:
+            complete = len(job.good) == job.total
+            nbytes = job.total * self.block_size_bytes if complete else job.nbytes
+            hooks.note_load(job.request, self.store, nbytes, job.ended - job.began, job.queued, complete)
         self._over.append(
             JobResult(
                 job_id, len(job.good) == job.total, tuple(job.good) or None, time.monotonic() - job.began, job.nbytes

@@ -1,0 +1,328 @@
+"""Load or recompute inside the engine: our cost model on vLLM's scheduler thread.
+
+`CostConnector` decides once per request, in `get_num_new_matched_tokens`, before a lookup is paid for: it peeks at
+what DRAM and the indexes of the secondary tiers know (dictionaries, no I/O), asks the policy, and caps the load.
+Everything it learns from comes from the engine itself: steps (prefill), promotions (tiers), copies (DRAM to HBM).
+
+Named in a graph as `policy: {module: components.common.kv.policy, class: CostPolicy, ...CostConfig}`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_offload.base import LookupResult
+
+from components.common.cost.config import CostConfig
+from components.common.cost.decide import Held, Request
+from components.common.cost.policy import Decision, Policy
+from components.common.kv import hooks
+from components.common.kv.connector import DynamoBlobConnector
+from components.common.kv.tier import DynamoBlobTier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request as EngineRequest
+
+log = logging.getLogger(__name__)
+
+DRAM = "dram"
+MODE_KEY = "kv_cost_mode"
+"""kv_transfer_params key: `load` or `recompute` force one way for one request, which then teaches nothing (benchmarks)."""
+_LEAST_TOKENS = 64
+"""Prefill tokens of a step from which its time says something about prefill."""
+_STATUS_S = 1.0
+_STEPS_OPEN = 16
+
+
+class CostPolicy:
+    """The policy of `hooks.install`. Settings: CostConfig, and `status_file` (JSON for `status --explain`; empty = none)."""
+
+    def __init__(self, status_file: str = "", **settings: Any) -> None:
+        self.config = CostConfig.parse(settings, where="kv.policy")
+        self.status_file = status_file
+        self.policy = Policy(self.config)
+        self.deadlines: dict[str, float] = {}
+        self.untaught: set[str] = set()
+
+    def bind(self, bytes_per_token: int, chunk_tokens: int, step_tokens: int) -> None:
+        """What only the running engine knows; called before the first request."""
+        hardware = self.config.hardware.model_copy(update={"kv_bytes_per_token": bytes_per_token})
+        self.config = self.config.model_copy(update={"hardware": hardware, "chunk_tokens": chunk_tokens})
+        self.policy = Policy(self.config, step_tokens)
+
+    def plan(self, request_info: hooks.RequestInfo) -> hooks.Plan:
+        """Without the connector's view: as if the slowest tier held the whole prompt."""
+        tier = self.config.tiers[-1].name
+        queued = {tier: request_info.loads_queued * request_info.chunk_bytes}
+        held = (Held(tier, request_info.prompt_tokens),)
+        decision = self.policy.decide(
+            Request(request_info.prompt_tokens, request_info.local_tokens, held, queued=queued)
+        )
+        return hooks.Plan(decision.load_tokens, decision.load_tokens > 0)
+
+    def seconds_saved(self, end_tokens: int, chunk_tokens: int) -> float:
+        """Prefill seconds that one stored chunk ending at `end_tokens` saves."""
+        start = max(end_tokens - chunk_tokens, 0)
+        return self.policy.prefill.seconds(end_tokens - start, start)
+
+    def load_deadline(self, request: str, default_s: float) -> float:
+        """Seconds a promotion for this request may take."""
+        return self.deadlines.get(request, default_s)
+
+    def note_load(self, request: str, tier: str, nbytes: int, seconds: float, queued: int, complete: bool) -> None:
+        """A promotion ended (`nbytes` = asked for when complete, else what had come)."""
+        if request not in self.untaught:
+            self.policy.fetched(tier, nbytes, seconds, queued, complete)
+
+
+class _Step(NamedTuple):
+    at: float
+    tokens: int
+    pairs: float
+    reach: int
+    decoding: int
+    ends: tuple[str, ...]
+    """Requests whose prefill ends with this step."""
+    teach: bool
+
+
+class _Open(NamedTuple):
+    decision: Decision | None
+    at: float
+
+
+class CostConnector(DynamoBlobConnector):
+    """DynamoBlobConnector that loads only what is worth loading."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role != KVConnectorRole.SCHEDULER:
+            return
+        assert isinstance(self._policy, CostPolicy)
+        self._cost: CostPolicy = self._policy
+        groups = self.scheduler.config.kv_group_configs
+        full = [i for i, g in enumerate(groups) if g.sliding_window_size_in_chunks is None] or [0]
+        self._group = full[0]
+        self._chunk = groups[self._group].tokens_per_chunk
+        # Every full-attention group has a row for every chunk; windows and states add a constant that `fixed_s` learns.
+        per_token = max(1, round(sum(self._chunk_bytes / groups[i].tokens_per_chunk for i in full)))
+        self._cost.bind(per_token, self._chunk, vllm_config.scheduler_config.max_num_batched_tokens)
+        self._per_token = per_token
+        self._open: dict[str, _Open] = {}
+        self._prompts: dict[str, tuple[int, int]] = {}
+        self._copies: dict[str, tuple[float, int]] = {}
+        self._steps: deque[_Step] = deque(maxlen=_STEPS_OPEN)
+        self._last_end = 0.0
+        self._busy_until_step = 0.0
+        self._status_due = 0.0
+        self._found, self._asked = 1.0, 2.0
+
+    # ---- the decision
+
+    def _plan(self, request: EngineRequest, local: int) -> hooks.Plan:
+        params: dict[str, Any] = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            return hooks.Plan(None, True)  # its KV comes by handover; `kv_load_tiers` says what else
+        try:
+            return self._decide(request, local, str(params.get(MODE_KEY, "auto")))
+        except Exception:
+            # A policy that fails must cost a chance, not the engine.
+            log.exception("KV-COST: no decision for %s; recomputing", request.request_id)
+            return hooks.Plan(0, False)
+
+    def _decide(self, request: EngineRequest, local: int, mode: str) -> hooks.Plan:
+        rid, now = request.request_id, time.monotonic()
+        if mode != "auto":
+            self._cost.untaught.add(rid)
+            self._open[rid] = _Open(None, now)
+            return hooks.Plan(0, False) if mode == "recompute" else hooks.Plan(None, True)
+        status = self.scheduler._req_status[rid]
+        held, certain = self._peek(status, local)
+        policy = self._cost.policy
+        decision = policy.decide(
+            Request(
+                request.num_tokens, local, held, self._wait_s(), self._decoding(), self._queued(),
+                status.max_load_tokens, now,
+            )
+        )  # fmt: skip
+        load = decision.load_tokens
+        if load and not certain and not self._worth_asking(decision):
+            load = 0
+        self._open[rid] = _Open(decision, now)
+        if load:
+            self._cost.deadlines[rid] = decision.deadline_s
+        if decision.probe and certain:
+            self._probe(status, local, held, decision)
+        dram_only = load and held and local + load <= next((h.end for h in held if h.tier == DRAM), 0)
+        return hooks.Plan(load, bool(load) and not dram_only)
+
+    def _peek(self, status: Any, local: int) -> tuple[tuple[Held, ...], bool]:
+        """What the tiers hold beyond `local`, by their indexes; False = the index does not know (it counts as held)."""
+        status.update_offload_keys()
+        keys = status.group_states[self._group].offload_keys
+        first = local // self._chunk
+        manager, context = self.scheduler.manager, status.req_context
+        primary = getattr(manager, "primary_tier", None)
+        spans: list[Held] = []
+        at = first
+        while primary is not None and at < len(keys) and primary.lookup(keys[at], context) is not LookupResult.MISS:
+            at += 1
+        if at > first:
+            spans.append(Held(DRAM, at * self._chunk))
+        certain = True
+        for tier in getattr(manager, "secondary_tiers", ()):
+            if not isinstance(tier, DynamoBlobTier) or not context.load_tier_filter.allows(tier.medium, tier.locality):
+                continue
+            start = at
+            while at < len(keys):
+                there = tier.peek(keys[at], context)
+                if there is False:
+                    break
+                if there is None and certain:
+                    certain = False
+                at += 1
+            if at > start:
+                spans.append(Held(tier.store, at * self._chunk))
+        return tuple(spans), certain
+
+    def _worth_asking(self, decision: Decision) -> bool:
+        """An index that does not know may send a cold prompt to the store: asked only when the odds pay for it."""
+        odds = self._found / self._asked
+        gain = decision.compute.total_s - decision.chosen.total_s
+        ask = min(f.fixed_s for f in self._cost.policy.fetches.values() if f.prior.via) if self._has_store() else 0.0
+        return odds * gain > (1 - odds) * ask
+
+    def _has_store(self) -> bool:
+        return any(f.prior.via for f in self._cost.policy.fetches.values())
+
+    def _probe(self, status: Any, local: int, held: tuple[Held, ...], decision: Decision) -> None:
+        """Promote a few chunks in the background: `lookup` of a chunk that is there starts it."""
+        assert decision.probe is not None
+        start = local
+        for span in held:
+            if span.tier == decision.probe.tier:
+                break
+            start = span.end
+        keys = status.group_states[self._group].offload_keys
+        for key in keys[start // self._chunk : (start + decision.probe.tokens) // self._chunk]:
+            if self.scheduler.manager.lookup(key, status.req_context) is LookupResult.MISS:
+                break
+
+    # ---- what a worker can see
+
+    def _wait_s(self) -> float:
+        prefill = self._cost.policy.prefill
+        return sum(prefill.seconds(n - done, done) for n, done in self._prompts.values() if done < n)
+
+    def _decoding(self) -> int:
+        return sum(1 for n, done in self._prompts.values() if done >= n)
+
+    def _queued(self) -> dict[str, int]:
+        tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
+        return {t.store: t.loading_bytes for t in tiers if isinstance(t, DynamoBlobTier)}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._steps.append(self._step(scheduler_output))
+        for rid in scheduler_output.finished_req_ids:
+            self._forget(rid)
+        if self._cost.status_file and time.monotonic() >= self._status_due:
+            self._write_status()
+        return super().build_connector_meta(scheduler_output)
+
+    def _step(self, out: SchedulerOutput) -> _Step:
+        tokens, pairs, reach, decoding = 0, 0.0, 0, 0
+        ends, teach = [], True
+        for new in out.scheduled_new_reqs:
+            self._prompts[new.req_id] = (len(new.prompt_token_ids or ()), new.num_computed_tokens)
+        cached = out.scheduled_cached_reqs
+        for rid, done in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if rid in self._prompts:
+                self._prompts[rid] = (self._prompts[rid][0], done)
+        for rid, scheduled in out.num_scheduled_tokens.items():
+            prompt, done = self._prompts.get(rid, (0, 0))
+            new_tokens = min(scheduled, prompt - done)
+            if new_tokens <= 0:
+                decoding += 1
+                continue
+            tokens += new_tokens
+            pairs += new_tokens * (done + new_tokens / 2)
+            reach = max(reach, done + new_tokens)
+            teach = teach and rid not in self._cost.untaught
+            self._prompts[rid] = (prompt, done + new_tokens)
+            if done + new_tokens >= prompt:
+                ends.append(rid)
+        return _Step(time.monotonic(), tokens, pairs, reach, decoding, tuple(ends), teach)
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        rid = request.request_id
+        opened = self._open.get(rid)
+        if opened and opened.decision and opened.decision.load_tokens and rid in self._cost.deadlines:
+            self._found = self._found * 0.95 + (num_external_tokens > 0)
+            self._asked = self._asked * 0.95 + 1
+        if num_external_tokens and rid not in self._cost.untaught:
+            self._copies[rid] = (time.monotonic(), num_external_tokens * self._per_token)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        now = time.monotonic()
+        computing = False
+        if self._steps:
+            step = self._steps.popleft()
+            computing = step.tokens > 0
+            seconds = now - max(step.at, self._last_end)
+            if step.tokens >= _LEAST_TOKENS and step.teach:
+                self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
+            for rid in step.ends:
+                self._first_token(rid, now)
+        for rid in connector_output.finished_recving or ():
+            copied = self._copies.pop(rid, None)
+            if copied and not computing:  # beside a forward pass it would measure the pass
+                self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
+        self._last_end = now
+        super().update_connector_output(connector_output)
+
+    def _first_token(self, rid: str, now: float) -> None:
+        opened = self._open.pop(rid, None)
+        self._cost.deadlines.pop(rid, None)
+        if opened and opened.decision:
+            self._cost.policy.finished(opened.decision, now - opened.at)
+            log.debug("kv.cost %s actual_s=%.4f %s", rid, now - opened.at, opened.decision.attributes())
+
+    def _forget(self, rid: str) -> None:
+        self._open.pop(rid, None)
+        self._prompts.pop(rid, None)
+        self._copies.pop(rid, None)
+        self._cost.deadlines.pop(rid, None)
+        self._cost.untaught.discard(rid)
+
+    def _write_status(self) -> None:
+        self._status_due = time.monotonic() + _STATUS_S
+        part = f"{self._cost.status_file}.{os.getpid()}"
+        try:
+            with open(part, "w") as f:
+                json.dump(_finite(self._cost.policy.explain()), f)
+            os.replace(part, self._cost.status_file)
+        except OSError as e:
+            log.warning("the cost status file cannot be written: %s", e)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
