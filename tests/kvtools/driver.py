@@ -140,8 +140,6 @@ async def main(answers: int) -> None:
         task = asyncio.create_task(serve(json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-    for name in list(driver.engines):
-        await driver.stop(name)
 
 
 if __name__ == "__main__":

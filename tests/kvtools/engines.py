@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from components.common.kv.shm import sweep
+
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".state" / "models"
 LOCK = Path(tempfile.gettempdir()) / "dynamo-blob.vllm.lock"
@@ -58,6 +60,7 @@ class Driver:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        sweep(0.0)
         if self._lock is not None:
             self._lock.close()
 

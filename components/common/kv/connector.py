@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -18,11 +19,14 @@ from components.common.kv import hooks
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.layouts import check_config, check_groups, describe_groups
+from components.common.kv.shm import sweep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
 
 _HEX = re.compile(r"^[0-9a-f]{32,}$")
 
@@ -44,6 +48,10 @@ class DynamoBlobConnector(OffloadingConnector):
             "hash_algorithm": vllm_config.cache_config.prefix_caching_hash_algo,
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
+        if role == KVConnectorRole.SCHEDULER:
+            removed = sweep()
+            if removed:
+                log.info("removed shared memory of killed engines: %s", ", ".join(removed))
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._policy = hooks.install(config.policy)

@@ -35,6 +35,7 @@ Reason = Literal[
 """How a chunk ended. Everything but "ok" is a miss (load) or an object that is not indexed (store)."""
 
 _TICK_S = 0.05
+_TAIL = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -203,8 +204,13 @@ class Mover:
             self.codec.seal(slot.view, name.tenant, name.namespace, bytes.fromhex(name.hash))
             unit.transport.write(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)
         else:
-            slot.array[:HEADER_BYTES] = 0  # an empty answer must not show the header of an earlier object
+            self._blank(slot)
             unit.transport.read(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)
+
+    def _blank(self, slot: Slot) -> None:
+        """Head and tail: a short answer ends DONE and leaves what the slot held, perhaps this very object."""
+        slot.array[:HEADER_BYTES] = 0
+        slot.array[self.codec.object_bytes - _TAIL : self.codec.object_bytes] = 0xA5
 
     def _land(self, unit: Unit) -> None:
         outcome = unit.outcome
@@ -242,7 +248,7 @@ class Mover:
         """Is what we wrote what the store gives back? Into the same slot: the write is over."""
         slot = unit.slot
         assert slot is not None
-        slot.array[:HEADER_BYTES] = 0
+        self._blank(slot)
 
         def landed(outcome: Outcome) -> None:
             if outcome is Outcome.LATE:
