@@ -14,4 +14,9 @@ class WeightServiceConfig(Config):
     weights: WeightsConfig
     cache_dir: str = Field("", description="node cache: absolute directory on tmpfs; empty = no cache")
     cache_bytes: int = Field(0, ge=0, description="budget of the node cache, bytes")
+    cache_uid: int = Field(
+        64123,
+        ge=-1,
+        description="owner of cache files when the service runs as root, so that no worker owns them; -1 = the service's own uid",
+    )
     peers: tuple[str, ...] = Field((), description="other weight services: unix:/path or host:port")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,13 @@ from typing import Any
 from aiohttp import web
 
 from components.common.errors import DynamoBlobError
+from components.weights.cache import Entry
 from components.weights.service import WeightService
 
 log = logging.getLogger("dynamo_blob.weights")
 
+_PULSE_S = 1.0  # a lease says something at least this often: silence means that the service is lost
+_LEASE_LOOK_S = 0.25  # how soon the end of a lease is noticed
 _LINGER_S = 1.0  # after a refusal: long enough for waiting workers to read the reason
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -28,6 +32,7 @@ def application(service: WeightService) -> web.Application:
     app.add_routes([
         web.get("/health", routes.health), web.get("/v1/release", routes.release), web.get("/v1/manifest", routes.manifest),
         web.get("/v1/sources", routes.sources), web.get("/v1/status", routes.status),
+        web.get("/v1/lease", routes.lease),
     ])  # fmt: skip
     return app
 
@@ -73,8 +78,69 @@ class Routes:
         s.count("sources_asked")
         return web.json_response(s.sources(request.query.get("object", "")).model_dump(mode="json"))
 
+    async def lease(self, request: web.Request) -> web.StreamResponse:
+        """Lines of JSON: path first, then ranges as they become ready. The file stays pinned while the connection lives."""
+        s = self._ready()
+        entry = await asyncio.to_thread(s.lease, request.query.get("object", ""))
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closing
+                loop.call_soon_threadsafe(changed.set)
+
+        entry.listeners.add(listener)
+        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            await answer.prepare(request)
+            await _announce(answer, entry, changed)
+            while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
+                await asyncio.sleep(_LEASE_LOOK_S)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            entry.listeners.discard(listener)
+            if s.cache is not None:
+                s.cache.release(entry)
+        return answer
+
     async def status(self, request: web.Request) -> web.Response:
         return web.json_response(self.service.status())
+
+
+async def _announce(answer: web.StreamResponse, entry: Entry, changed: asyncio.Event) -> None:
+    """Tell the loader the path, then each newly ready range; something at least every second."""
+    told = bytes(entry.ready)
+    await _say(
+        answer,
+        {
+            "path": str(entry.path),
+            "then": str(entry.final),
+            "size": entry.file.size,
+            "ready": _indices(bytes(len(told)), told),
+        },
+    )
+    while True:
+        changed.clear()
+        now = bytes(entry.ready)
+        if now != told:
+            await _say(answer, {"ready": _indices(told, now)})
+            told = now
+        if entry.error is not None:
+            return await _say(answer, {"error": entry.error.as_json()})
+        if all(told):
+            return await _say(answer, {"done": True})
+        try:
+            await asyncio.wait_for(changed.wait(), _PULSE_S)
+        except TimeoutError:
+            await _say(answer, {})
+
+
+def _indices(before: bytes, now: bytes) -> list[int]:
+    return [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if b and not a]
+
+
+async def _say(answer: web.StreamResponse, message: dict[str, Any]) -> None:
+    await answer.write(json.dumps(message).encode() + b"\n")
 
 
 async def serve(service: WeightService, stop: asyncio.Event) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
+from components.common.loading.plan import is_weights, weight_files
+from components.common.loading.report import Report
 from components.common.loading.resolve import Found, from_cache, outage, parse_manifest
 from components.common.messages.weights import Release, Source, Sources
 from components.common.registry.manifest import FileEntry
+from components.weights.cache import Entry, NodeCache
 from components.weights.config import WeightServiceConfig
+from components.weights.fill import Filler
 
 log = logging.getLogger("dynamo_blob.weights")
 
@@ -28,6 +34,9 @@ class WeightService:
         self.error: DynamoBlobError | None = None
         self.final = False
         self.counts: Counter[str] = Counter()
+        self.report = Report()
+        self.cache: NodeCache | None = None
+        self.filler: Filler | None = None
         self._objects: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -54,6 +63,8 @@ class WeightService:
         release = resolve_release(self.config)
         found = release.found
         self._objects = {f.blake3: f for f in found.manifest.files}
+        if self.config.cache_dir and self.config.cache_bytes:
+            self._open_cache(found)
         self.found, self.release, self.error = found, release.message, None
         log.info(
             "%s serves %s %s, manifest %s",
@@ -62,6 +73,26 @@ class WeightService:
             release.message.version,
             release.message.manifest_digest,
         )
+
+    def _open_cache(self, found: Found) -> None:
+        c = self.config
+        uid = c.cache_uid if os.geteuid() == 0 else -1
+        self.cache = NodeCache(Path(c.cache_dir), c.cache_bytes, uid=uid)
+        self.cache.adopt(weight_files(found.manifest))
+        self.cache.keep_manifest(found.manifest.digest(), found.manifest_bytes)
+        self.filler = Filler(self.cache, found.reader, c.weights, found.manifest.range_bytes, self.report)
+
+    def lease(self, digest: str) -> Entry:
+        """The cache entry of a file, pinned and being filled. Raises WEIGHTS-NO-CACHE, WEIGHTS-CACHE-FULL: read Blob instead."""
+        file = self.file(digest)
+        if self.cache is None or self.filler is None or not is_weights(file.path):
+            raise DynamoBlobError(
+                "WEIGHTS-NO-CACHE", "this weight service keeps no such file", where=self.config.name, do="read Blob"
+            )
+        entry, work = self.cache.lease(file)
+        self.filler.fill(entry, work)
+        self.count("leases")
+        return entry
 
     def file(self, digest: str) -> FileEntry:
         file = self._objects.get(digest)
@@ -78,7 +109,9 @@ class WeightService:
         """For each range of the file, where to get it. Blob is always the last resort."""
         file = self.file(digest)
         blob = Source(kind="blob", uri=f"{file.container or self.config.weights.release.container}/{file.blob}")
-        return Sources(object=digest, ranges=tuple((blob,) for _ in file.ranges))
+        entry = self.cache.entry(digest) if self.cache else None
+        here = (Source(kind="cache", uri=str(entry.path)),) if entry is not None and entry.state == "present" else ()
+        return Sources(object=digest, ranges=tuple((*here, blob) for _ in file.ranges))
 
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -91,11 +124,16 @@ class WeightService:
         return {
             "name": self.config.name, "ready": self.ready, "release": self.release.model_dump(mode="json") if self.release else None,
             "trust": w.trust.require, "loader": w.loader, "unverified": w.loader != "dynamo_blob",
-            "error": self.error.as_json() if self.error else None, "counts": counts,
+            "error": self.error.as_json() if self.error else None, "counts": counts, "load": self.report.as_json(),
+            "cache": self.cache.status() if self.cache else None,
         }  # fmt: skip
 
     def close(self) -> None:
         self._stop.set()
+        if self.filler:
+            self.filler.close()
+        if self.cache:
+            self.cache.close()
         if self.found:
             self.found.reader.close()
 

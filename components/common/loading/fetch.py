@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from components.common.errors import DynamoBlobError
 from components.common.loading.inflight import InFlight
+from components.common.loading.mapped import MappedFile
 from components.common.loading.plan import RangeJob
 from components.common.loading.report import Report
 from components.common.storage.errors import StorageError
@@ -55,7 +56,39 @@ class Fetcher:
         self.gate, self.stopped, self.verify = gate, stopped, verify
         self._random = random.Random(seed)
 
-    def fetch(self, job: RangeJob, view: memoryview) -> None:
+    def fetch(self, job: RangeJob, view: memoryview, mapped: MappedFile | None = None) -> None:
+        """`mapped`: the node cache's file that `view` lies in; the range is taken from there if it is right."""
+        error = None
+        if mapped is not None:
+            error = self._from_cache(job, view, mapped)
+            if error is None:
+                return
+        try:
+            self._with_retries(job, view)
+        except StorageError as e:
+            if error is not None and e.code != "STORAGE-NOT-FOUND":
+                raise error from e  # the cache was wrong or lost, and the store does not answer
+            raise
+
+    def _from_cache(self, job: RangeJob, view: memoryview, mapped: MappedFile) -> DynamoBlobError | None:
+        if not mapped.wait(job.index, self.deadline, self.stopped):
+            if self.stopped():
+                raise Stopped
+            self.report.add("cache_lost_ranges")
+            return DynamoBlobError(
+                "WEIGHTS-CACHE-LOST",
+                "the node cache did not deliver",
+                where=job.file.path,
+                why=mapped.lost or "deadline",
+            )
+        found = blake3(view).hexdigest() if self.verify else job.digest
+        if found == job.digest:
+            self.report.fetched("cache", len(view))
+            return None
+        self.report.add("cache_mismatches")
+        return mismatch(job.file.path, job.index, job.begin, job.end, job.digest, found, "the node cache")
+
+    def _with_retries(self, job: RangeJob, view: memoryview) -> None:
         error: DynamoBlobError | None = None
         for attempt in range(self.retries + 1):
             if self.stopped():

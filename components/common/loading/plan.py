@@ -34,11 +34,11 @@ class Segment:
     stop: int = 0
     index: int = 0
     waiting: int = 0  # ranges that still miss
+    lead: int = 0  # offset of `begin` in the buffer: keeps the file's alignment, so that views of tensors stay aligned
+    mapped: bool = False  # the buffer is a mapping of the whole file
 
-    @property
-    def lead(self) -> int:
-        """Offset of `begin` in the buffer: keeps the file's alignment, so that views of tensors stay aligned."""
-        return self.begin % _ALIGN
+    def __post_init__(self) -> None:
+        self.lead = self.begin % _ALIGN
 
     @property
     def capacity(self) -> int:

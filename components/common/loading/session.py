@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.common.errors import DynamoBlobError
+from components.common.loading.client import ServiceGone
 from components.common.loading.config import WeightsConfig
 from components.common.loading.fetch import Fetcher
 from components.common.loading.files import verify_small_files
 from components.common.loading.inflight import InFlight
+from components.common.loading.mapped import MappedFile, lease, local
 from components.common.loading.report import Report
 from components.common.loading.resolve import Found, resolve
 from components.common.loading.stream import TensorStream, total_bytes
-from components.common.registry.manifest import Manifest
+from components.common.registry.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,7 @@ class Session:
 
     def __init__(self, config: WeightsConfig, resolved: Found, report: Report, *, verify: bool = True) -> None:
         self.config, self.resolved, self.report, self._verify = config, resolved, report, verify
+        self._service_lost = False
 
     @property
     def manifest(self) -> Manifest:
@@ -39,7 +43,26 @@ class Session:
             self.resolved.reader, c.release.container, self.report, retries=c.range_retries, range_s=c.range_deadline_s,
             deadline=deadline, verify=self._verify,
         )  # fmt: skip
-        yield from TensorStream(self.manifest, fetcher, gate, self.report, budget=c.budget_bytes, deadline=deadline)
+        yield from TensorStream(
+            self.manifest, fetcher, gate, self.report, budget=c.budget_bytes, deadline=deadline, place=self._place
+        )
+
+    def _place(self, file: FileEntry) -> MappedFile | None:
+        """The file in the node cache, filled there once for all workers of the node; None = read Blob into own buffers."""
+        found = self.resolved
+        if found.offline:
+            return local(self.config.cache_dir, file)
+        if found.service is None or self._service_lost:
+            return None
+        try:
+            return lease(found.service, file)
+        except ServiceGone as e:
+            self._service_lost = True
+            self.report.set(service="lost", service_error=str(e))
+            self.report.add("service_lost")
+        except DynamoBlobError as e:
+            self.report.add(f"lease.{e.code}")
+        return None
 
 
 @contextmanager

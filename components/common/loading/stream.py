@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy as np
 from components.common.errors import DynamoBlobError
 from components.common.loading.fetch import Fetcher, Stopped
 from components.common.loading.inflight import InFlight
+from components.common.loading.mapped import MappedFile
 from components.common.loading.memory import BufferPool
 from components.common.loading.plan import (
     SEGMENT_BYTES,
@@ -36,7 +37,7 @@ from components.common.loading.plan import (
 )
 from components.common.loading.report import Report
 from components.common.loading.tensors import tensor_of
-from components.common.registry.manifest import Manifest, TensorEntry
+from components.common.registry.manifest import FileEntry, Manifest, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -47,13 +48,16 @@ class TensorStream:
 
     def __init__(
         self, manifest: Manifest, fetcher: Fetcher, gate: InFlight, report: Report, *, budget: int, deadline: float,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int = SEGMENT_BYTES, place: Callable[[FileEntry], MappedFile | None] | None = None,
     ) -> None:  # fmt: skip
         check_index(manifest)
         check_budget(manifest, budget)
         self.fetcher, self.gate, self.report, self.deadline = fetcher, gate, report, deadline
         fetcher.stopped, fetcher.gate = self._stopped, gate
         self._budget, self._used = budget, 0
+        self._place = place
+        self._placed: dict[str, MappedFile | None] = {}
+        self._placing: set[str] = set()
         self._pool = BufferPool(spare_bytes=budget)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -124,9 +128,10 @@ class TensorStream:
             for entry in segment.tensors:  # tensors without bytes, in a segment without bytes
                 yield entry.name, tensor_of(torch.empty(0, dtype=torch.uint8), 0, entry)
                 self.report.add("tensors")
-        memory = None
         with self._changed:
-            if segment.index < self._allocated and segment.end > segment.begin:
+            if self._segments[-1] is segment or self._segments[segment.index + 1].file is not segment.file:
+                self._placed[segment.file.path] = None  # the lease ends with the last tensor of the mapping
+            if segment.index < self._allocated and segment.end > segment.begin and not segment.mapped:
                 self._used -= segment.capacity
             self._changed.notify_all()
 
@@ -141,8 +146,10 @@ class TensorStream:
                     if job is None:
                         return
                     view = self._view(job)
-                    self.fetcher.fetch(job, view)
-                    self._spread(job, view)
+                    mapped = self._placed.get(job.file.path)
+                    self.fetcher.fetch(job, view, mapped)
+                    if mapped is None:
+                        self._spread(job, view)
                     done = len(view)
                     del view
                 finally:
@@ -166,15 +173,28 @@ class TensorStream:
                 if self._stopped() or self._next == len(self._jobs):
                     return None
                 job = self._jobs[self._next]
-                if self._allocate(job.home):
+                path = job.file.path
+                if path not in self._placed and path not in self._placing:
+                    self._placing.add(path)
+                    break
+                if path in self._placed and self._allocate(job.home):
                     self._next += 1
                     return job
                 self._changed.wait(0.2)
+        mapped = self._place(job.file) if self._place else None
+        with self._changed:
+            self._placed[path] = mapped
+            self._changed.notify_all()
+        return self._take()
 
     def _allocate(self, home: Segment) -> bool:
         while self._allocated <= home.index:
             segment = self._segments[self._allocated]
-            if segment.end > segment.begin:
+            mapped = self._placed.get(segment.file.path)
+            if mapped is not None:
+                segment.lead, segment.mapped = segment.begin, True
+                self._memory[segment.index] = mapped.array
+            elif segment.end > segment.begin:
                 if self._used + segment.capacity > self._budget and self._used:
                     return False
                 memory = self._pool.lend(segment.capacity)

@@ -1,0 +1,272 @@
+"""Node cache: verified files of a release on tmpfs, shared by every worker of the node.
+
+    <dir>/lock               held by the one service that writes here
+    <dir>/objects/<blake3>   complete; mode 0444, owner other than the workers where we may choose it
+    <dir>/partial/...        being filled; removed at start, so a kill -9 leaves nothing behind
+    <dir>/manifests/<digest>.json
+
+Contract:
+
+* A range is announced only after its digest was checked in the very memory that is mapped; workers check again.
+* Files found at start, or whose stat changed since they were verified, count as unverified until hashed again.
+* The sum of file sizes never exceeds the budget. Eviction is LRU over entries without leases; a leased
+  (mapped) or filling entry is pinned. A lease ends with its connection, so a dead worker pins nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from components.common.errors import DynamoBlobError
+from components.common.registry.manifest import FileEntry
+
+log = logging.getLogger("dynamo_blob.weights")
+
+State = Literal["filling", "checking", "present", "failed"]
+
+
+class Entry:
+    """One file. `ready[i]` = range i is verified in `array`. Listeners are called (on any thread) on each change."""
+
+    def __init__(self, file: FileEntry, path: Path, final: Path, array: np.ndarray[Any, Any], state: State) -> None:
+        self.final = final  # where it will be once complete; `path` is where it is now
+        self.file, self.path, self.array, self.state = file, path, array, state
+        self.ready = bytearray(len(file.ranges))
+        self.missing = len(file.ranges)
+        self.leases = 0
+        self.working = state == "filling"
+        self.used = time.monotonic()
+        self.error: DynamoBlobError | None = None
+        self.stat: tuple[int, ...] = ()
+        self.listeners: set[Callable[[], None]] = set()
+
+    @property
+    def pinned(self) -> bool:
+        return self.leases > 0 or self.working
+
+    def wake(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
+
+
+class NodeCache:
+    """Thread-safe. One instance owns `directory` (WEIGHTS-CACHE-TAKEN if another process does)."""
+
+    def __init__(self, directory: Path, budget: int, *, uid: int = -1) -> None:
+        self.directory, self.budget = directory, budget
+        self._uid = uid
+        self._lock = threading.RLock()
+        self._entries: dict[str, Entry] = {}
+        self.evicted = self.refused = self.stale = 0
+        for name in ("objects", "partial", "manifests"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        self._owner = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._owner)
+            raise DynamoBlobError(
+                "WEIGHTS-CACHE-TAKEN",
+                "another weight service owns the cache directory",
+                where=str(directory),
+                do="give each weight service its own directory",
+            ) from None
+        for left in (directory / "partial").iterdir():
+            left.unlink()
+
+    @property
+    def used(self) -> int:
+        with self._lock:
+            return sum(e.file.size for e in self._entries.values())
+
+    def adopt(self, files: Iterable[FileEntry]) -> None:
+        """What lies in the directory: files of the release with the right size wait to be checked, others are removed."""
+        wanted = {f.blake3: f for f in files}
+        with self._lock:
+            for path in sorted((self.directory / "objects").iterdir(), key=lambda p: p.stat().st_atime):
+                file = wanted.get(path.name)
+                if (
+                    file is None
+                    or path.is_symlink()
+                    or path.stat().st_size != file.size
+                    or self.used + file.size > self.budget
+                ):
+                    self.stale += 1
+                    path.unlink()
+                else:
+                    self._entries[file.blake3] = Entry(file, path, path, _map(path, file.size), "checking")
+
+    def keep_manifest(self, digest: str, data: bytes) -> None:
+        """So that the pinned release can be served when neither registry nor service answers."""
+        path = self.directory / "manifests" / f"{digest}.json"
+        work = path.with_name(f".{digest}.{os.getpid()}")
+        work.write_bytes(data)
+        os.chmod(work, 0o444)
+        os.replace(work, path)
+
+    def lease(self, file: FileEntry) -> tuple[Entry, list[int]]:
+        """The entry, pinned until `release`, and the ranges the caller must have filled or checked (empty if others do).
+
+        Raises WEIGHTS-CACHE-FULL when there is no room that is not pinned.
+        """
+        with self._lock:
+            entry = self._entries.get(file.blake3)
+            if entry is not None and entry.state == "present" and _stat(entry.path) != entry.stat:
+                self.stale += 1
+                self._drop(entry)
+                entry = None
+            work: list[int] = []
+            if entry is None:
+                self._make_room(file)
+                entry = self._create(file)
+                work = list(range(len(file.ranges)))
+            elif entry.state == "checking" and not entry.working:
+                entry.working = True
+                work = list(range(len(file.ranges)))
+            entry.leases += 1
+            entry.used = time.monotonic()
+            return entry, work
+
+    def release(self, entry: Entry) -> None:
+        with self._lock:
+            entry.leases -= 1
+            entry.used = time.monotonic()
+
+    def verified(self, entry: Entry, index: int) -> None:
+        """Range `index` holds the right bytes. The last one makes the entry present."""
+        with self._lock:
+            if not entry.ready[index]:
+                entry.ready[index] = 1
+                entry.missing -= 1
+                if entry.missing == 0:
+                    self._complete(entry)
+        entry.wake()
+
+    def failed(self, entry: Entry, error: DynamoBlobError) -> None:
+        """The file cannot be had, or what lies here is wrong: never served again from this entry."""
+        with self._lock:
+            if entry.state != "failed":
+                entry.state, entry.error, entry.working = "failed", error, False
+                self._drop(entry)
+        entry.wake()
+
+    def view(self, digest: str, index: int, range_bytes: int) -> tuple[int, int] | None:
+        """(address, length) of a verified range, for peers; None if it is not here."""
+        with self._lock:
+            entry = self._entries.get(digest)
+            if entry is None or index >= len(entry.ready) or not entry.ready[index]:
+                return None
+            begin = index * range_bytes
+            return int(entry.array.ctypes.data) + begin, min(range_bytes, entry.file.size - begin)
+
+    def entry(self, digest: str) -> Entry | None:
+        with self._lock:
+            return self._entries.get(digest)
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "directory": str(self.directory), "budget_bytes": self.budget, "used_bytes": self.used, "entries": len(self._entries),
+                "present": sum(e.state == "present" for e in self._entries.values()), "leases": sum(e.leases for e in self._entries.values()),
+                "evicted": self.evicted, "refused": self.refused, "stale": self.stale,
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Give the directory up; complete files stay for the next service, unfinished ones go."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.state == "filling":
+                    entry.path.unlink(missing_ok=True)
+            os.close(self._owner)
+
+    def _make_room(self, file: FileEntry) -> None:
+        if file.size <= self.budget:
+            free = self.budget - self.used
+            for entry in sorted((e for e in self._entries.values() if not e.pinned), key=lambda e: e.used):
+                if free >= file.size:
+                    break
+                free += entry.file.size
+                self.evicted += 1
+                self._drop(entry)
+            if free >= file.size:
+                return
+        self.refused += 1
+        raise DynamoBlobError(
+            "WEIGHTS-CACHE-FULL", "the node cache has no room for this file", where=str(self.directory),
+            why=f"{file.path} has {file.size} bytes, the budget is {self.budget}, {self.used} in use and mapped", do="raise weights.cache_bytes; workers read Blob meanwhile",
+        )  # fmt: skip
+
+    def _create(self, file: FileEntry) -> Entry:
+        space = shutil.disk_usage(self.directory).free
+        if file.size > space:
+            self.refused += 1
+            raise DynamoBlobError(
+                "WEIGHTS-CACHE-FULL",
+                "the file system of the node cache is full",
+                where=str(self.directory),
+                why=f"{file.size} bytes wanted, {space} free",
+                do="give the volume the size of cache_bytes",
+            )
+        path = self.directory / "partial" / f"{file.blake3}.{time.monotonic_ns()}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(fd, file.size)
+            os.fchmod(fd, 0o444)
+            if self._uid >= 0:
+                os.fchown(fd, self._uid, self._uid)
+            array: np.ndarray[Any, Any] = np.frombuffer(mmap.mmap(fd, file.size), dtype=np.uint8)
+        finally:
+            os.close(fd)
+        entry = self._entries[file.blake3] = Entry(
+            file, path, self.directory / "objects" / file.blake3, array, "filling"
+        )
+        return entry
+
+    def _complete(self, entry: Entry) -> None:
+        if entry.state == "filling":
+            os.replace(entry.path, entry.final)
+            entry.path = entry.final
+        entry.stat = _stat(entry.path)
+        entry.state, entry.working = "present", False
+
+    def _drop(self, entry: Entry) -> None:
+        """Out of the directory. Workers that map it keep their pages; nobody finds it any more."""
+        log.info(
+            "%s leaves the node cache (%s, stat %s, was %s)",
+            entry.file.path,
+            entry.state,
+            _stat(entry.path),
+            entry.stat,
+        )
+        if self._entries.get(entry.file.blake3) is entry:
+            del self._entries[entry.file.blake3]
+        with contextlib.suppress(OSError):
+            entry.path.unlink()
+
+
+def _map(path: Path, size: int) -> np.ndarray[Any, Any]:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return np.frombuffer(mmap.mmap(fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _stat(path: Path) -> tuple[int, ...]:
+    try:
+        s = path.lstat()
+    except OSError:
+        return ()
+    return s.st_ino, s.st_size, s.st_mtime_ns, s.st_mode, s.st_uid

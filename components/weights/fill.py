@@ -1,0 +1,145 @@
+"""Fills and checks cache entries: worker threads, one range at a time, peers before Blob."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from blake3 import blake3
+
+from components.common.errors import DynamoBlobError
+from components.common.loading.config import WeightsConfig
+from components.common.loading.fetch import Fetcher, Stopped, mismatch
+from components.common.loading.inflight import InFlight
+from components.common.loading.plan import RangeJob, Segment
+from components.common.loading.report import Report
+from components.common.registry.manifest import FileEntry
+from components.common.storage.ranges import RangeReader
+from components.weights.cache import Entry, NodeCache
+
+log = logging.getLogger("dynamo_blob.weights")
+
+
+class RangePeers(Protocol):
+    """Other weight services, asked before Blob."""
+
+    def fetch(self, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
+        """Fill `view` with the verified range; False if no peer had it in time. Bounded; ends soon after `give_up()`."""
+        ...
+
+
+class Filler:
+    """Ranges are worked on in the order of `fill`; an entry fails as a whole with the first range that cannot be had."""
+
+    def __init__(
+        self, cache: NodeCache, reader: RangeReader, weights: WeightsConfig, range_bytes: int, report: Report
+    ) -> None:
+        self.cache, self.weights, self.range_bytes, self.report = cache, weights, range_bytes, report
+        self.reader = reader
+        self.peers: RangePeers | None = None
+        self.gate = InFlight(weights.range_in_flight)
+        self._urgent: set[tuple[str, int]] = set()
+        self._jobs: queue.SimpleQueue[tuple[Entry, int] | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._busy: dict[tuple[str, int], threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"fill-{i}", daemon=True) for i in range(weights.range_in_flight)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fill(self, entry: Entry, ranges: list[int]) -> None:
+        for index in ranges:
+            self._jobs.put((entry, index))
+
+    def now(self, entry: Entry, index: int) -> None:
+        """Have this range by the caller's own thread, straight from Blob (a peer waits for it). Raises what the fetch raises."""
+        self._range(entry, index, peers=False)
+
+    def close(self) -> None:
+        self._stop.set()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(5)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            job = self._jobs.get()
+            if job is None or not self.gate.enter(self._stop.is_set):
+                return
+            entry, index = job
+            done = 0
+            try:
+                done = self._range(entry, index, peers=True)
+            except Stopped:
+                return
+            except DynamoBlobError as e:
+                log.error("%s", e)
+                self.cache.failed(entry, e)
+            except Exception as e:
+                log.exception("filling %s failed", entry.file.path)
+                self.cache.failed(
+                    entry,
+                    DynamoBlobError(
+                        "WEIGHTS-FILL",
+                        "the node cache could not be filled",
+                        where=entry.file.path,
+                        why=f"{type(e).__name__}: {e}",
+                    ),
+                )
+            finally:
+                self.gate.leave(done)
+
+    def _range(self, entry: Entry, index: int, peers: bool) -> int:
+        """One range, by one thread at a time; bytes gained (0 if another thread had it meanwhile)."""
+        key = (entry.path.name, index)
+        with self._lock:
+            mine = self._busy.setdefault(key, threading.Lock())
+        if not peers and mine.locked():
+            self._urgent.add(key)  # whoever waits for peers gives up and asks Blob
+        with mine:
+            if entry.ready[index] or entry.state == "failed":
+                return 0
+            begin = index * self.range_bytes
+            view = entry.array[begin : min(entry.file.size, begin + self.range_bytes)].data
+            if entry.state == "checking":
+                self._check(entry, index, begin, view)
+            else:
+                self._fetch(entry, index, begin, view, peers, key)
+            self.cache.verified(entry, index)
+            with self._lock:
+                self._busy.pop(key, None)
+                self._urgent.discard(key)
+            return len(view)
+
+    def _check(self, entry: Entry, index: int, begin: int, view: memoryview) -> None:
+        found = blake3(view).hexdigest()
+        if found != entry.file.ranges[index]:
+            self.report.add("cache_altered")
+            raise mismatch(
+                entry.file.path, index, begin, begin + len(view), entry.file.ranges[index], found, str(entry.path)
+            )
+        self.report.fetched("cache_checked", len(view))
+
+    def _fetch(self, entry: Entry, index: int, begin: int, view: memoryview, peers: bool, key: tuple[str, int]) -> None:
+        digest = entry.file.ranges[index]
+        if (
+            peers
+            and self.peers is not None
+            and self.peers.fetch(entry.file, index, view, lambda: key in self._urgent or self._stop.is_set())
+        ):
+            return
+        w = self.weights
+        fetcher = Fetcher(
+            self.reader, w.release.container, self.report, retries=w.range_retries, range_s=w.range_deadline_s,
+            deadline=time.monotonic() + min(w.deadline_s, (w.range_retries + 1) * w.range_deadline_s), gate=self.gate, stopped=self._stop.is_set,
+        )  # fmt: skip
+        fetcher.fetch(
+            RangeJob(entry.file, index, begin, begin + len(view), digest, Segment(entry.file, 0, 0, [])), view
+        )
