@@ -16,7 +16,7 @@ from graphs.load import Graph
 from graphs.plan import Link, Plan, Port, Probe, Process, StorageUse, Volume
 from graphs.profiles import EngineProfile, engine_args, read_engine_profile, read_kv_profile
 from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
-from graphs.spec import ComponentSpec, KvSpec, WorkerSpec
+from graphs.spec import ComponentSpec, KvSpec, WorkerSpec, parse_size
 from router.config import RouterConfig
 
 MODULE = {"prefill": "components.prefill", "decode": "components.decode", "aggregated": "components.decode"}
@@ -114,7 +114,7 @@ class _Compiler:
             endpoint=f"http://{c.frontend.listen}", processes=tuple(processes), namespace=site.namespace(spec),
             engine_kind=spec.engine.kind, links=self.links(), storage=self.storage(),
             dirs=tuple(dict.fromkeys([*map(str, dirs), *(p.cwd for p in processes), *sorted(volumes)])), shm_dir=str(site.shm),
-            cluster=spec.cluster.model_dump(mode="json") if spec.cluster else None,
+            cluster=cluster.model_dump(mode="json") if (cluster := site.cluster_of(spec)) else None,
             discovery=site.discovery(spec), event_plane=spec.runtime.event_plane,
         )  # fmt: skip
 
@@ -235,7 +235,10 @@ class _Compiler:
 
     def cache_volume(self, i: int, read_only: bool) -> tuple[Volume, ...]:
         path, size = self.site.cache_dir(self.spec, i), self.spec.components.weights.cache_bytes
-        cache = Volume(name="cache", path=path, kind="tmpfs", bytes=size, shared=True, read_only=read_only, node=True)
+        cache = Volume(
+            name="cache", path=path, kind="tmpfs", bytes=size, shared=True, read_only=read_only, node=True,
+            host_path=self.site.cache_host_path(self.spec),
+        )  # fmt: skip
         return (cache,) if path else ()
 
     def credentials(self, identity: str, *roles: str) -> tuple[str, ...]:
@@ -253,7 +256,7 @@ class _Compiler:
             name=name, role=role, served_model=self.spec.served_model, namespace=site.namespace(self.spec), component=DYNAMO_COMPONENT[role],
             discovery=site.discovery(self.spec), request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
             run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report),
-            kv=KvConfig(settings=self.kv_settings(worker, identity)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
+            kv=KvConfig(settings=self.kv_settings(worker, identity, name)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
             mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=site.bind(self.spec), nixl_port=nixl,
             nixl_backends=tuple(spec.nixl_backends), drain_s=spec.drain_s,
         )  # fmt: skip
@@ -294,13 +297,14 @@ class _Compiler:
             shm_bytes=spec.shm or worker.profile.shm_bytes + host_tier_bytes(worker.kv),
         )  # fmt: skip
 
-    def kv_settings(self, worker: Worker, identity: str) -> dict[str, Any]:
-        """The profile's settings with what only the graph knows: account, container, digest."""
+    def kv_settings(self, worker: Worker, identity: str, name: str) -> dict[str, Any]:
+        """The profile's settings with what only the graph knows: account, container, tenants, digest, status file."""
         own = {
-            "account": self.site.account(self.spec, "kv", identity).model_dump(mode="json"),
-            "container": self.spec.storage.kv.container,
+            "account": self.site.account(self.spec, "kv", identity).model_dump(mode="json"), "container": self.spec.storage.kv.container,
+            "tenants_file": self.site.tenants_file(self.graph.document.name, self.spec.components.frontend.tenants_file),
+            "weights_digest": self.weights_digest(), "status_file": str(self.site.run / "reports" / f"{name}.kv.json"),
         }  # fmt: skip
-        return {**own, **(worker.kv or {})}
+        return {**own, **{k: _size(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
 
     def router(self, i: int) -> Process:
         spec, site = self.spec.components.router, self.site
@@ -308,14 +312,14 @@ class _Compiler:
         port, host, listen = site.port(self.spec, "router", i), site.bind(self.spec), site.router_listen(self.spec, i)
         roles = {w.role for w in self.workers}
         config = RouterConfig(
-            name=f"router-{i}", namespace=site.namespace(self.spec), discovery=self.spec.runtime.discovery,
+            name=f"router-{i}", namespace=site.namespace(self.spec), discovery=site.discovery(self.spec),
             request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
             prefill_component="prefill" if "prefill" in roles else "", block_size=spec.block_size or self.first.args.block_size,
             listen=listen, http=f"{host}:{port}", host_hit_weight=spec.host_hit_weight, blob_hit_weight=spec.blob_hit_weight,
         )  # fmt: skip
         return self.process(
             "router", i, spec, [site.python, "-m", "router"], config=config, env=self.env.dynamo(),
-            ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"),), sockets=(listen.removeprefix("unix:"),) if listen.startswith("unix:") else (),
+            ports=(Port(name="http", number=port, host=host, purpose="/health, /metrics"), *tcp_port("decide", listen, "decisions")), sockets=(listen.removeprefix("unix:"),) if listen.startswith("unix:") else (),
             probe=Probe(http=f"http://{host}:{port}/health", deadline_s=self.slowest_s() + 30), inotify=self.inotify(INOTIFY_ROUTER), memory_bytes=200 << 20,
             talks_to=tuple(w.role for w in self.workers),
         )  # fmt: skip
@@ -359,7 +363,10 @@ class _Compiler:
         probe_host = LOOPBACK if host in ("0.0.0.0", "") else host
         return self.process(
             "frontend", i, spec, [site.python, "-m", "components.frontend"], config=config, env=self.env.python(),
-            ports=(Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),),
+            ports=(
+                Port(name="http", number=port, host=host or "0.0.0.0", purpose="the OpenAI API" + ("" if local else " (not loopback)")),
+                *tcp_port("ops", site.gateway_ops_listen(self.spec), "/metrics, /debug"),
+            ),
             probe=Probe(http=f"http://{probe_host}:{port}/health", deadline_s=self.slowest_s() + 60, timeout_s=30),
             identity="serving-weights-only", secrets=self.credentials("serving-weights-only", "weights"),
             volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),),
@@ -371,8 +378,29 @@ def host_tier_bytes(settings: dict[str, Any] | None) -> int:
     """DRAM of the KV tiers of one worker: primary tier and staging, bytes."""
     if not settings:
         return 0
-    return sum(int(settings.get(k, 0) or 0) for k in ("dram_bytes", "staging_bytes"))
+    return sum(_int(settings.get(k, 0)) for k in ("dram_bytes", "staging_bytes"))
+
+
+def _size(size: object) -> object:
+    """Bytes where `size` is one; a wrong size stays as it is, for `check` to report with its line."""
+    try:
+        return parse_size(size)
+    except ValueError:
+        return size
+
+
+def _int(size: object) -> int:
+    value = _size(size)
+    return value if isinstance(value, int) else 0
 
 
 def graph_name(graph: Graph) -> str:
     return graph.document.name
+
+
+def tcp_port(name: str, address: str, purpose: str) -> tuple[Port, ...]:
+    """The port of a host:port address; nothing for a Unix socket or an empty one."""
+    if not address or address.startswith("unix:"):
+        return ()
+    host, _, number = address.rpartition(":")
+    return (Port(name=name, number=int(number), host=host, purpose=purpose),)

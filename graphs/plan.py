@@ -48,6 +48,7 @@ class Volume(Config):
         False,
         description="the node's own directory, which outlives the process (a cluster mounts it into several pods)",
     )
+    host_path: str = Field("", description="where the node has it, when not at `path`")
 
 
 class StorageUse(Config):

@@ -14,7 +14,7 @@ from typing import Literal
 
 from components.common.storage.config import AccountConfig, CredentialConfig
 from graphs.plan import Volume
-from graphs.spec import AccountSpec, GraphSpec, TrustSpec
+from graphs.spec import AccountSpec, ClusterSpec, GraphSpec, TrustSpec
 
 LOOPBACK = "127.0.0.1"
 EMBEDDED_ACCOUNTS = {"weights": "dbweights", "kv": "dbkv"}
@@ -114,6 +114,10 @@ class Site:
         """Whether the store is a process of the graph."""
         return spec.storage.embedded == "azurite"
 
+    def cluster_of(self, spec: GraphSpec) -> ClusterSpec | None:
+        """What renderers are told of the cluster."""
+        return spec.cluster
+
     def trust(self, spec: GraphSpec) -> TrustSpec | None:
         return spec.trust
 
@@ -143,6 +147,10 @@ class Site:
     def cache_dir(self, spec: GraphSpec, replica: int) -> str:
         """Node cache that weight service `replica` writes; empty = none."""
         return str(self.shm / "cache" / str(replica)) if spec.components.weights.cache_bytes else ""
+
+    def cache_host_path(self, spec: GraphSpec) -> str:
+        """Where the node has the cache, when processes see it elsewhere."""
+        return ""
 
     def node_volumes(self, spec: GraphSpec, component: str, replica: int) -> tuple[Volume, ...]:
         """Directories of the node beyond the cache that processes meet in."""

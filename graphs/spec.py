@@ -239,7 +239,9 @@ class ClusterSpec(Spec):
     dynamo_version: str = Field("1.6.1", pattern=r"^\d+\.\d+\.\d+$", description="runtimeVersionOverride")
     accounts: ClusterAccounts = ClusterAccounts()
     trust: TrustSpec | None = Field(None, description="used when the graph names none: keys whose approvals count")
-    identities: dict[Literal["serving", "weights"], IdentitySpec] = {}
+    identities: dict[Literal["serving", "weights", "publisher", "approver"], IdentitySpec] = Field(
+        {}, description="publisher and approver are named only so that admission can refuse them among serving pods"
+    )
     region: str = ""
     node_selector: dict[str, str] = Field({}, description="nodes of workers and of the weight service")
     gpu_resource: str = Field("nvidia.com/gpu", description="resource name of the GPU device plugin")

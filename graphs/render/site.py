@@ -21,12 +21,14 @@ POD_IP = "$(POD_IP)"
 
 SYSTEM_PORT = 9090  # the operator's probes of workers
 GATEWAY_PORT, FRONTEND_PORT = 8000, 8001  # the operator's service of a frontend targets 8000
+ROUTER_PORT, NIXL_PORT = 8200, 5600
+ROUTER_HEALTH_PORT = 9091  # 9090 is taken by the Dynamo runtime inside the router: the operator switches it on
 PORTS = {
-    "frontend": GATEWAY_PORT, "dynamo-frontend": FRONTEND_PORT, "router": SYSTEM_PORT,
+    "frontend": GATEWAY_PORT, "dynamo-frontend": FRONTEND_PORT, "router": ROUTER_HEALTH_PORT,
     "prefill": SYSTEM_PORT, "decode": SYSTEM_PORT, "aggregated": SYSTEM_PORT, "etcd": 2379, "nats": 4222,
 }  # fmt: skip
-ROUTER_PORT, NIXL_PORT = 8200, 5600
 RUN, STATE, TENANTS = Path("/run/dynamo-blob"), Path("/var/lib/dynamo-blob"), Path("/etc/dynamo-blob/tenants")
+CACHE, NODE_RUN = Path("/var/cache/dynamo-blob"), Path("/run/dynamo-blob-node")
 PYTHON = "python3"
 
 
@@ -70,6 +72,9 @@ class ClusterSite(Site):
     def embedded(self, spec: GraphSpec) -> bool:
         return False
 
+    def cluster_of(self, spec: GraphSpec) -> ClusterSpec | None:
+        return self.cluster
+
     def trust(self, spec: GraphSpec) -> TrustSpec | None:
         own = spec.trust if spec.trust and spec.trust.require != "local" else None
         return own or self.cluster.trust
@@ -81,7 +86,7 @@ class ClusterSite(Site):
         return f"0.0.0.0:{SYSTEM_PORT}"
 
     def weights_listen(self, spec: GraphSpec, replica: int) -> str:
-        return f"unix:{self.cluster.node_run_path}/{spec.graph}/weights.sock"
+        return f"unix:{NODE_RUN}/weights.sock"
 
     def weights_service(self, spec: GraphSpec, consumer: str, replica: int) -> str:
         """Workers ask the service of their own node; gateways run where there may be none and read a few MB of Blob."""
@@ -92,20 +97,27 @@ class ClusterSite(Site):
         return ()
 
     def cache_dir(self, spec: GraphSpec, replica: int) -> str:
-        return f"{self.cluster.cache_host_path}/{spec.graph}" if spec.components.weights.cache_bytes else ""
+        return str(CACHE) if spec.components.weights.cache_bytes else ""
+
+    def cache_host_path(self, spec: GraphSpec) -> str:
+        return f"{self.cluster.cache_host_path}/{spec.graph}"
 
     def node_volumes(self, spec: GraphSpec, component: str, replica: int) -> tuple[Volume, ...]:
         if component != "weights" and not spec.components.weights.replicas:
             return ()
-        path = f"{self.cluster.node_run_path}/{spec.graph}"
-        return (Volume(name="weights-socket", path=path, shared=True, node=True, read_only=component != "weights"),)
+        return (
+            Volume(
+                name="weights-socket", path=str(NODE_RUN), shared=True, node=True, read_only=component != "weights",
+                host_path=f"{self.cluster.node_run_path}/{spec.graph}",
+            ),
+        )  # fmt: skip
 
     def router_listen(self, spec: GraphSpec, replica: int) -> str:
         return f"0.0.0.0:{ROUTER_PORT}"
 
     def router_address(self, spec: GraphSpec, replica: int) -> str:
         router = spec.components.router
-        return f"http://{spec.graph}-router:{ROUTER_PORT}" if router and router.replicas else ""
+        return f"http://{spec.graph}-router-decide:{ROUTER_PORT}" if router and router.replicas else ""
 
     def tenants_file(self, graph_file: str, path: str) -> str:
         return str(TENANTS / Path(path).name) if path else ""

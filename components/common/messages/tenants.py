@@ -186,11 +186,14 @@ class TenantsFile(Config):
 
 def read_salt_key(path: Path) -> bytes:
     try:
-        mode, key = path.stat().st_mode, path.read_bytes().strip()
+        found, key = path.stat(), path.read_bytes().strip()
     except OSError as e:
         raise _bad_key(path, str(e.strerror)) from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise _bad_key(path, f"mode {stat.S_IMODE(mode):04o} lets others read it")
+    mode = stat.S_IMODE(found.st_mode)
+    # The kubelet mounts a Secret as root's, readable by the pod's own group and written by nobody.
+    secret = mode == 0o440 and found.st_uid == 0 and found.st_gid in (os.getegid(), *os.getgroups())
+    if mode & 0o077 and not secret:
+        raise _bad_key(path, f"mode {mode:04o} lets others read it")
     if len(key) < _LEAST_KEY_BYTES:
         raise _bad_key(path, f"{len(key)} bytes; at least {_LEAST_KEY_BYTES} are needed")
     return key

@@ -1,0 +1,77 @@
+"""print the graph as Kubernetes objects
+
+    dynamo render graphs/disagg.yaml --cluster deploy/cluster.example.yaml > graph.yaml
+    dynamo render graphs/aks/qwen3.5-27b-h200.yaml --api v1alpha1 --out rendered/
+
+The objects come from the same plan as `dynamo serve` runs; nothing else is read. The order is the order to apply them in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from components.common.errors import DynamoBlobError
+from graphs.compile import compile_plan
+from graphs.document import Document, load
+from graphs.load import Graph, read_graph, validate
+from graphs.plan import Plan
+from graphs.render.site import cluster_site
+from graphs.spec import ClusterSpec
+
+TARGETS = ("aks",)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="graph file")
+    parser.add_argument("--target", choices=TARGETS, default="aks")
+    parser.add_argument("--api", default="v1beta1", help="version of the operator's objects: v1beta1 or v1alpha1")
+    parser.add_argument("--cluster", type=Path, help="YAML with the cluster's part, instead of the graph's `cluster`")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--no-admission", action="store_true", help="leave the cluster-wide admission policies out")
+    parser.add_argument("--out", type=Path, help="directory to write one file an object to, instead of printing")
+
+
+def run(args: argparse.Namespace) -> int:
+    from graphs.render.output import manifests, to_yaml
+    from graphs.render.requirements import warnings
+
+    plan = cluster_plan(args.graph, args.set, args.cluster)
+    objects = manifests(plan, args.api, admit=not args.no_admission)
+    for warning in warnings(plan):
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for i, item in enumerate(objects):
+            name = f"{i:02d}-{item['kind'].lower()}-{item['metadata']['name']}.yaml"
+            (args.out / name).write_text(to_yaml([item]))
+        print(json.dumps({"written": len(objects)}) if args.json else f"{len(objects)} objects in {args.out}")
+    else:
+        print(json.dumps(objects, indent=1) if args.json else to_yaml(objects), end="\n" if args.json else "")
+    return 0
+
+
+def cluster_plan(
+    graph_file: Path | str, sets: list[str] | tuple[str, ...] = (), cluster_file: Path | None = None
+) -> Plan:
+    """The graph's plan for a cluster."""
+    graph = read_graph(graph_file, sets)
+    return compile_plan(graph, cluster_site(graph.spec, cluster_of(graph, cluster_file)))
+
+
+def cluster_of(graph: Graph, cluster_file: Path | None) -> ClusterSpec:
+    """The cluster's part: of the graph, or of a file. Raises RENDER-NO-CLUSTER, and GRAPH-* at the guilty line."""
+    if cluster_file is None:
+        if graph.spec.cluster is None:
+            raise DynamoBlobError(
+                "RENDER-NO-CLUSTER", "the graph says nothing of a cluster", where=graph.document.name,
+                do="add `cluster:` to it, or pass --cluster FILE (deploy/cluster.example.yaml)",
+            )  # fmt: skip
+        return graph.spec.cluster
+    document: Document = load(cluster_file)
+    spec, findings = validate(ClusterSpec, document)
+    if spec is None:
+        raise findings[0].as_error()
+    return spec
