@@ -76,5 +76,6 @@ class BlobModelLoader(BaseModelLoader):
         for name, tensor in session.tensors():
             if not report.counts["tensors"]:
                 report.set(first_tensor_s=round(time.monotonic() - began, 4))
+            report.set(last_tensor=name)
             yield name, tensor
         report.set(all_tensors_s=round(time.monotonic() - began, 4))
