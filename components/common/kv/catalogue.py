@@ -126,9 +126,8 @@ class Catalogue:
             if slot:
                 now = self.clock() if at is None else at
                 if self._reuse is not None:
-                    self._reuse.note_hit(
-                        self._cls[slot], self._hits[slot], self._turn[slot], now - self._last_hit[slot]
-                    )
+                    idle = max(0.0, now - self._last_hit[slot])
+                    self._reuse.note_hit(self._cls[slot], self._hits[slot], self._turn[slot], idle, now)
                 self._last_hit[slot] = max(self._last_hit[slot], int(now))
                 self._hits[slot] = min(self._hits[slot] + 1, 65535)
                 self.counters["hits"] += 1

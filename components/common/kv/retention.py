@@ -102,7 +102,7 @@ class ReuseModel:
         self._groups = classes * HIT_GROUPS * TURN_GROUPS
         self._hits: F64 = np.zeros((self._groups, len(_WIDTH)))
         self._exposed: F64 = np.zeros((self._groups, len(_WIDTH)))
-        self._half_life_s = half_life_s
+        self._half_life_s, self._exposed_to = half_life_s, 0.0
         self._table: F64 | None = None
 
     def group(self, rows: Columns) -> I64:
@@ -111,20 +111,32 @@ class ReuseModel:
         )
         return np.asarray(np.minimum(at, self._groups - 1), dtype=np.int64)
 
-    def note_hit(self, cls: int, earlier_hits: int, turn: int, idle_s: float) -> None:
-        """One hit on an object that had `earlier_hits` before and was idle for `idle_s` seconds."""
-        at = (cls * HIT_GROUPS + min(earlier_hits, HIT_GROUPS - 1)) * TURN_GROUPS + min(turn, TURN_GROUPS - 1)
-        self._hits[min(at, self._groups - 1), bisect_right(_EDGES, idle_s)] += 1
+    def note_hit(self, cls: int, earlier_hits: int, turn: int, idle_s: float, at: float) -> None:
+        """One hit, `at` seconds, on an object that had `earlier_hits` before and was idle for `idle_s` seconds."""
+        row = (cls * HIT_GROUPS + min(earlier_hits, HIT_GROUPS - 1)) * TURN_GROUPS + min(turn, TURN_GROUPS - 1)
+        row, last = min(row, self._groups - 1), bisect_right(_EDGES, idle_s)
+        self._hits[row, last] += 1
+        begin = max(0.0, self._exposed_to - (at - idle_s))  # idle time that no sweep has counted yet
+        for bucket in range(bisect_right(_EDGES, begin), last + 1):
+            low, high = _EDGES[bucket - 1] if bucket else 0.0, _EDGES[bucket] if bucket < len(_EDGES) else idle_s
+            self._exposed[row, bucket] += max(0.0, min(idle_s, high) - max(begin, low))
 
     def expose(self, rows: Columns, now: float, since: float) -> None:
         """Objects that lay there from `since` to `now` without a hit: evidence against them."""
-        held = np.minimum(now - rows.last_hit, now - since)
-        middle = np.maximum(now - rows.last_hit - held / 2, 0)
-        np.add.at(self._exposed, (self.group(rows), np.searchsorted(EDGES, middle, side="right")), np.maximum(held, 0))
+        group = self.group(rows)
+        end = np.maximum(now - rows.last_hit, 0)
+        begin = end - np.minimum(end, now - since)
+        low = 0.0
+        for bucket, high in enumerate([*_EDGES, np.inf]):
+            held = np.minimum(end, high) - np.maximum(begin, low)
+            some = held > 0
+            if some.any():
+                self._exposed[:, bucket] += np.bincount(group[some], held[some], minlength=self._groups)
+            low = high
         keep = 0.5 ** ((now - since) / self._half_life_s)
         self._hits *= keep
         self._exposed *= keep
-        self._table = None
+        self._exposed_to, self._table = now, None
 
     def hazard(self) -> F64:
         """(groups, buckets), hits per object-second."""

@@ -1,0 +1,110 @@
+"""The tenants file: what it refuses, and that no secret stands in it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from components.common.errors import DynamoBlobError
+from components.common.kv.classes import Classes
+from components.common.messages.salt import compose, tenant_hash
+from components.common.messages.tenants import TenantsFile, read_salt_key, rotate_salt_key, stamp
+
+KEY = hashlib.sha256(b"sk-acme").hexdigest()
+GOOD: dict[str, Any] = {
+    "tenants": {"acme": {"keys": [KEY], "salt_key_file": "acme.salt", "class": "long"}, "plain": {"keys": ["0" * 64], "salt_key_file": "p.salt"}},
+    "classes": {"long": {"ttl_s": 10, "max_ttl_s": 20, "bytes": "2GiB", "container": "kv-long"}, "std": {"ttl_s": 10, "max_ttl_s": 10, "bytes": 5},
+                "eph": {"ttl_s": 10, "max_ttl_s": 10, "bytes": 0, "ephemeral": True}},
+    "default_class": "std",
+}  # fmt: skip
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "tenants.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **changes}))
+    return path
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    f = TenantsFile.load(write(tmp_path))
+    assert (f.class_of("acme"), f.class_of("plain"), f.class_of("nobody")) == ("long", "std", "std")
+    assert (f.tenant_of("sk-acme"), f.tenant_of(KEY), f.tenant_of("")) == ("acme", None, None)
+    assert f.by_hash()[tenant_hash("acme")] == "acme" and f.classes["long"].bytes == 2 * 2**30
+    assert f.salt_key_path("acme") == tmp_path / "acme.salt"
+
+
+def test_the_example_is_valid_and_holds_no_key() -> None:
+    f = TenantsFile.load(Path(__file__).parents[2] / "configs/tenants/example.yaml")
+    assert f.default_class == "standard" and f.classes["ephemeral"].ephemeral
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"default_class": "stb"}, "did you mean 'std'"),
+        ({"tenants": {"a": {"keys": [KEY], "salt_key_file": "x", "class": "nope"}}}, "no class 'nope'"),
+        ({"tenants": {"a": {"keys": ["sk-acme"], "salt_key_file": "x"}}}, "never API keys"),
+        ({"tenants": {"a": {"keys": [], "salt_key_file": "x"}}}, "keys"),
+        ({"tenants": {n: {"keys": [KEY], "salt_key_file": "x"} for n in "ab"}}, "share an API key"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 3, "bytes": 1}}}, "shorter than ttl_s"),
+        ({"classes": {"Std!": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1}}}, "class name"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": "5 parsecs"}}}, "size"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1, "container": "Bad_Name"}}}, "container name"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1, "tll": 1}}}, "unknown key"),
+        ({"classes": {}}, "classes"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(DynamoBlobError) as e:
+        TenantsFile.load(write(tmp_path, **changes))
+    assert e.value.code == "CONFIG-INVALID" and why in str(e.value)
+
+
+def test_unreadable_files_say_so(tmp_path: Path) -> None:
+    with pytest.raises(DynamoBlobError, match="TENANTS-UNREADABLE"):
+        TenantsFile.load(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(DynamoBlobError, match="TENANTS-UNREADABLE"):
+        TenantsFile.load(tmp_path / "bad.yaml")
+
+
+def test_salt_keys_are_private_long_and_rotate(tmp_path: Path) -> None:
+    f = TenantsFile.load(write(tmp_path))
+    with pytest.raises(DynamoBlobError, match="TENANTS-SALT-KEY"):
+        f.salt_key("acme")
+    path = f.salt_key_path("acme")
+    rotate_salt_key(path)
+    first = f.salt_key("acme")
+    before = stamp(tmp_path / "tenants.yaml", f)
+    rotate_salt_key(path)
+    assert f.salt_key("acme") != first and path.stat().st_mode & 0o777 == 0o600
+    assert stamp(tmp_path / "tenants.yaml", f) != before, "readers must notice a rotation"
+    assert compose("acme", "long", first, "") != compose("acme", "long", f.salt_key("acme"), "")
+    path.chmod(0o644)
+    with pytest.raises(DynamoBlobError, match="0644"):
+        read_salt_key(path)
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(DynamoBlobError, match="at least 16"):
+        read_salt_key(path)
+
+
+def test_placement_by_salt(tmp_path: Path) -> None:
+    c = Classes.of_file(TenantsFile.load(write(tmp_path)), "kv")
+    public, key = "0" * 32, b"k" * 32
+    assert c.place(None, public) == (public, "std", "kv")
+    assert c.place(str(compose("acme", "long", key, "")), public) == (tenant_hash("acme"), "long", "kv-long")
+    assert c.place(str(compose("acme", "eph", key, "")), public).container == ""
+    assert c.place(str(compose("acme", "removed", key, "")), public).container == "kv"
+    assert c.place("a salt of a client", public) == ("", "std", ""), "nobody could purge it: it is not put"
+
+
+def test_lifecycle_backs_every_class_up_and_never_under_a_day(tmp_path: Path) -> None:
+    rules = Classes.of_file(TenantsFile.load(write(tmp_path)), "kv").lifecycle()["rules"]
+    assert isinstance(rules, list) and {r["name"] for r in rules} == {"kv-long-backstop", "kv-std-backstop"}
+    for r in rules:
+        assert r["definition"]["actions"]["baseBlob"]["delete"]["daysAfterModificationGreaterThan"] >= 1
