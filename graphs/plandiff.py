@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from graphs.plan import Plan
@@ -40,7 +41,7 @@ def _replace(value: Any, pairs: list[tuple[str, str]]) -> Any:
         return [_replace(v, pairs) for v in value]
     if isinstance(value, str):
         for a, b in pairs:
-            value = value.replace(a, b) if a else value
+            value = re.sub(rf"(?<![\w>]){re.escape(a)}(?![\w-])", b, value)
     return value
 
 

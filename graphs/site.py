@@ -7,6 +7,8 @@ The compiler is one; what differs between a laptop and AKS is only what a `Site`
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +169,19 @@ class Site:
     def tenants_file(self, graph_file: str, path: str) -> str:
         """A path of the graph file as an absolute path; empty stays empty."""
         return str((Path(graph_file).parent / path).resolve()) if path else ""
+
+    def preload(self) -> str:
+        """torch's own OpenMP runtime, for workers of the CPU build: two runtimes in one process were measured four
+        times slower. Empty where torch brings none. The worker would re-execute itself with it; here it stands in the plan."""
+        spec = importlib.util.find_spec("torch")
+        if (
+            self.kind != "local"
+            or spec is None
+            or spec.origin is None
+            or not importlib.metadata.version("torch").endswith("+cpu")
+        ):
+            return ""
+        return str(next(iter(sorted((Path(spec.origin).parent / "lib").glob("libgomp*"))), ""))
 
     def gpu_env(self, first: int, count: int) -> dict[str, str]:
         """Which GPUs of the machine a process may use."""

@@ -55,8 +55,9 @@ class Context:
         """The worker's tier settings as its own model; None without tiers or when they are invalid (another rule says so)."""
         if worker.kv is None:
             return None
-        process = next(p for p in self.plan.processes if p.component == worker.role)
-        assert process.config is not None
+        process = next((p for p in self.plan.processes if p.component == worker.role), None)
+        if process is None or process.config is None:
+            return None
         try:
             return KvTiersConfig.model_validate(process.config["kv"]["settings"])
         except ValueError:

@@ -50,7 +50,7 @@ def engines_agree(c: Context) -> Iterator[Finding]:
             yield Finding(
                 "CHECK-EXTRA-DIFFERS",
                 f"prefill and decode differ in extra.{key}",
-                c.engine_place(prefill, "extra"),
+                c.engine_place(decode if "extra" in decode.spec.engine else prefill, "extra"),
                 f"prefill {a!r}, decode {b!r}; it changes the KV or the tokens",
                 "set it under engine.set.extra for both",
             )

@@ -20,8 +20,9 @@ def settings(c: Context) -> Iterator[Finding]:
     for worker in c.workers:
         if worker.kv is None:
             continue
-        process = next(p for p in c.plan.processes if p.component == worker.role)
-        assert process.config is not None
+        process = next((p for p in c.plan.processes if p.component == worker.role), None)
+        if process is None or process.config is None:
+            continue
         try:
             KvTiersConfig.model_validate(process.config["kv"]["settings"])
         except ValidationError as e:
@@ -105,8 +106,7 @@ def unsafe(c: Context) -> Iterator[Finding]:
 def agree(c: Context) -> Iterator[Finding]:
     """Workers that share a store must cut it into the same chunks, or they never hit each other's."""
     have = [(w, t) for w in c.workers if (t := c.tiers(w)) is not None]
-    if have and len(have) < len(c.workers):
-        without = next(w for w in c.workers if w.kv is None)
+    for without in [w for w in c.workers if w.kv is None and have]:
         yield Finding(
             "CHECK-KV-ONE-SIDED",
             f"{without.role} has no KV tiers",

@@ -129,6 +129,7 @@ class Session:
                 supervisor.start(first, complete=False)
                 await supervisor.children["azurite-0"].ready.wait()
                 start = time.monotonic()
+                await asyncio.to_thread(store.ensure_containers, self.graph, self.site)
                 release = await asyncio.to_thread(store.publish_missing, self.graph, self.site, self.view.say)
                 supervisor.phases.append(
                     {
@@ -139,7 +140,14 @@ class Session:
                     }
                 )
                 plan = self._plan(release)
-            supervisor.start(plan)
+                supervisor.start(plan)
+            else:
+                supervisor.start(plan)
+                if (
+                    self._embedded
+                ):  # a tenant's class may be new since the last start; KV is first stored long after this
+                    await supervisor.children["azurite-0"].ready.wait()
+                    await asyncio.to_thread(store.ensure_containers, self.graph, self.site)
         except DynamoBlobError as e:
             supervisor.fail(e)
         except Exception as e:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError, nearest
+from components.common.messages.tenants import TenantsFile
 from components.common.registry.approve import approve
 from components.common.registry.config import ReleaseConfig, TrustConfig
 from components.common.registry.layout import Layout
@@ -172,6 +173,20 @@ def local_key(site: Site, who: str) -> SigningKey:
     if not path.exists():
         SigningKey.generate().write(path)
     return SigningKey.open(path)
+
+
+def ensure_containers(graph: Graph, site: Site) -> None:
+    """Every container the graph needs, made with the account keys: no identity of a component may make one. Blocking."""
+    spec = graph.spec
+    kv = {spec.storage.kv.container}
+    if spec.components.frontend.tenants_file:
+        tenants = TenantsFile.load(site.tenants_file(graph.document.name, spec.components.frontend.tenants_file))
+        kv |= {c.container for c in tenants.classes.values() if c.container}
+    wanted = {"weights": Layout(spec.storage.weights.container).containers, "kv": tuple(sorted(kv))}
+    for role, names in wanted.items():
+        with closing(Account(key_account(graph, site, role))) as owner:
+            for name in names:
+                owner.ensure_container(name)
 
 
 def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
