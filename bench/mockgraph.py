@@ -73,7 +73,7 @@ class MockGraph:
     def __init__(
         self, directory: Path, *, prefill: int = 1, decode: int = 1, block_size: int = 16, token_ms: float = 0.0, prefill_tokens_per_s: float = 0.0,
         kv_cache_bytes: int = 1 << 28, max_model_len: int = 4096, gateway: dict[str, Any] | None = None, with_gateway: bool = True,
-        with_router: bool = True, drain_s: float = 5.0, aggregated: int = 0, model: Path = MODEL, frontend_args: tuple[str, ...] = (),
+        with_router: bool = True, drain_s: float = 5.0, aggregated: int = 0, model: Path = MODEL, frontend_args: tuple[str, ...] = (), frontends: int = 1,
     ) -> None:  # fmt: skip
         self.dir = directory
         self.replicas = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
@@ -89,9 +89,10 @@ class MockGraph:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started: dict[str, tuple[list[str], dict[str, str]]] = {}
         names = [f"{role}-{i}" for role, n in self.replicas.items() for i in range(n)]
-        ports = free_ports(4 + len(names) + 4)
+        ports = free_ports(4 + len(names) + 4 + frontends - 1)
         self.frontend_port, self.gateway_port, self.router_http, self.frontend_system = ports[:4]
         self._spare = ports[4:]
+        self.more_frontends = [self._spare.pop() for _ in range(frontends - 1)]
         self.system_ports = {name: self._spare.pop() for name in names}
         self.frontend, self.gateway = f"http://127.0.0.1:{self.frontend_port}", f"http://127.0.0.1:{self.gateway_port}"
         self.router_socket = self.dir / "router.sock"
@@ -126,9 +127,9 @@ class MockGraph:
         path.write_text(json.dumps(content, indent=1))
         return str(path)
 
-    def start_frontend(self) -> None:
-        self.start("dynamo-frontend", [
-            sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(self.frontend_port),
+    def start_frontend(self, name: str = "dynamo-frontend", port: int = 0) -> None:
+        self.start(name, [
+            sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port or self.frontend_port),
             "--router-mode", "kv", "--migration-limit", "3", "--kv-cache-block-size", str(self.block_size), "--namespace", "mock", *self.frontend_args,
         ])  # fmt: skip
 
@@ -161,7 +162,7 @@ class MockGraph:
         config = {
             "name": "frontend-0", "listen": f"127.0.0.1:{self.gateway_port}", "upstream": self.frontend, "served_model": SERVED, "model_path": str(self.model),
             "max_model_len": self.max_model_len, "block_size": self.block_size, "router": f"unix:{self.router_socket}" if self.with_router else "",
-            "auth": "none",
+            "auth": "none", "more_upstreams": [f"http://127.0.0.1:{p}" for p in self.more_frontends],
                 "engine_kind": "mock",
         } | self.gateway_extra | changes  # fmt: skip
         self.start(name, [sys.executable, "-m", "components.frontend", "--plan", self.plan(name, config)])
@@ -181,6 +182,8 @@ class MockGraph:
         self.dir.mkdir(parents=True, exist_ok=True)
         try:
             self.start_frontend()
+            for i, port in enumerate(self.more_frontends, 1):
+                self.start_frontend(f"dynamo-frontend-{i}", port)
             for role, n in self.replicas.items():
                 for i in range(n):
                     self.start_worker(role, i)
@@ -200,6 +203,12 @@ class MockGraph:
             lambda: self.alive() and SERVED.encode() in get(self.frontend + "/v1/models")[1],
             deadline_s,
         )
+        for port in self.more_frontends:
+            wait(
+                "model listed by the other frontend",
+                lambda p=port: SERVED.encode() in get(f"http://127.0.0.1:{p}/v1/models")[1],
+                deadline_s,
+            )  # type: ignore[misc]
         if self.with_router:
             wait("router ready", self.router_ready, deadline_s)
         if self.with_gateway:
@@ -218,10 +227,12 @@ class MockGraph:
         status, body = get(f"http://127.0.0.1:{self.router_http}/status")
         return dict(json.loads(body)) if status == 200 else {}
 
-    def router_ready(self) -> bool:
+    def router_ready(self, workers: int = 0) -> bool:
         status = self.router_status()
         pool = status.get("pools", {}).get("prefill")
-        return bool(status.get("ready")) and (pool is None or len(pool["workers"]) >= self.replicas["prefill"])
+        return bool(status.get("ready")) and (
+            pool is None or len(pool["workers"]) >= (workers or self.replicas["prefill"])
+        )
 
     def worker_metric(self, name: str, metric: str) -> float:
         """A counter of one mock worker, from its own system port."""

@@ -39,6 +39,9 @@ from components.common.messages.loadplan import read as read_load_plan
 WORDS = 1000
 """Distinct answer words; positions wrap around."""
 
+DEFAULT_ANSWER = 32
+"""Tokens after which it stops on its own when the request sets no limit."""
+
 BYTES_PER_TOKEN = 1024
 """What the fake cache charges for a token: `kv_cache_bytes` / this = its capacity in tokens."""
 
@@ -260,7 +263,7 @@ class MockEngine(LLMEngine):
         cached = await self._prefill(tokens, salt, handed)
         stop = request.get("stop_conditions") or {}
         room = self.config.engine.max_model_len - len(tokens)
-        most = min(stop.get("max_tokens") or room, room)
+        most = min(stop.get("max_tokens") or DEFAULT_ANSWER, room)
         choices = max(1, (request.get("sampling_options") or {}).get("n") or 1)
         logprobs = (request.get("output_options") or {}).get("logprobs")
         for i, token in enumerate(answer_ids(self.words, len(tokens), most)):
@@ -279,7 +282,7 @@ class MockEngine(LLMEngine):
                 if logprobs is not None:
                     chunk |= _logprobs(token, int(logprobs), self.words)
                 if i == most - 1:
-                    chunk["finish_reason"] = "length"
+                    chunk["finish_reason"] = "length" if stop.get("max_tokens") or most == room else "stop"
                     chunk["completion_usage"] = {
                         "prompt_tokens": len(tokens), "completion_tokens": most * choices, "total_tokens": len(tokens) + most * choices,
                         "prompt_tokens_details": {"cached_tokens": cached},

@@ -1,7 +1,7 @@
 """How the router's load plan reaches the worker: as request metadata through Dynamo's frontend.
 
 The frontend turns a request header ``x-dynamo-meta-<key>`` into ``context.metadata[<key>]`` on every worker that
-serves the request, prefill and decode alike (run with Dynamo 1.6.1; tests/e2e/test_load_plan_channel.py). Only the gateway
+serves the request, prefill and decode alike (run with Dynamo 1.6.1; tests/e2e/edge/test_load_plan_channel.py). Only the gateway
 sets it: clients' own ``x-dynamo-*`` headers are stripped. No plan = the engine decides.
 
     gateway   headers |= header(decision)
