@@ -25,6 +25,7 @@ from multiprocessing import connection, forkserver, spawn
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+SPIN_S = 0.001
 _PRELOAD = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -67,12 +68,21 @@ def prepare() -> bool:
     for name in _PRELOAD:
         importlib.import_module(name)
     _carry_environment()
+    _spin_less()
     _start()
     import vllm.envs
 
     # vLLM's CPU platform writes "spawn" into its environment; this is where that variable is read.
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
     return True
+
+
+def _spin_less() -> None:
+    """EngineCore and Worker wait for each other by spinning for a second before they sleep: one core of two burnt
+    per engine while the other process computes. A millisecond covers the gap between two steps."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (SPIN_S,)
 
 
 def _start() -> None:
