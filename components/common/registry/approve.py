@@ -12,7 +12,7 @@ from components.common.registry import audit, signing
 from components.common.registry.checks import Check, run_checks
 from components.common.registry.layout import Layout, check_names
 from components.common.registry.progress import Report
-from components.common.registry.release import APPROVAL_FORMAT, load
+from components.common.registry.release import APPROVAL_FORMAT, approval_sequence, load
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
 from components.common.storage.errors import StorageError
@@ -72,28 +72,24 @@ def approve(
             why="; ".join(f"{c.name}: {c.detail}" for c in failed), do="publish a corrected version, or allow by name what may be allowed",
             checks=[c.as_json() for c in checks],
         )  # fmt: skip
+    before = account.find(layout.approvals, name)
+    sequence = 1 + max(
+        (approval_sequence(r) for r in audit.read(account, layout, model) if r.version == version), default=0
+    )
     now = time.time()
     document = {
         "format": APPROVAL_FORMAT, "model": model, "version": version, "manifest": stored.digest, "publisher": publisher,
         "checks": [c.as_json() for c in checks], "allowed": sorted(allow), "approved_at": _iso(now), "expires_at": _iso(now + days * 86400),
-        "identity": account.identity,
+        "identity": account.identity, "sequence": sequence,
     }  # fmt: skip
     data = key.sign(document)
     digest = signing.digest(data)
-    before = account.find(layout.approvals, name)
 
     def record(phase: str) -> None:
         audit.append(
-            account,
-            layout,
-            model=model,
-            action="approve",
-            phase=phase,
-            version=version,
-            manifest=stored.digest,
-            subject=digest,
-            key=key,
-        )
+            account, layout, model=model, action="approve", phase=phase, version=version, manifest=stored.digest, subject=digest, key=key,
+            detail={"approval_sequence": sequence},
+        )  # fmt: skip
 
     record("intent")
     try:

@@ -15,7 +15,7 @@ everything `trust.require` asks for holds:
 | REGISTRY-MANIFEST-CORRUPT | not canonical, not a manifest, or of another release |
 | REGISTRY-MANIFEST-MISMATCH | the manifest is not the one that was signed |
 | REGISTRY-MANIFEST-PINNED | the digest is not the one the graph pins |
-| REGISTRY-SIGNATURE-CORRUPT, -UNSIGNED, -UNKNOWN-KEY, -BAD-SIGNATURE | the signature |
+| REGISTRY-SIGNATURE-CORRUPT, -MISMATCH, -UNSIGNED, -UNKNOWN-KEY, -BAD-SIGNATURE | the signature |
 | REGISTRY-UNAPPROVED, REGISTRY-APPROVAL-CORRUPT, -UNSIGNED, -UNKNOWN-KEY, -BAD-SIGNATURE, -SELF, -EXPIRED, -MISMATCH, -REPLAYED | the approval |
 | REGISTRY-CHANNEL-MISSING, -EMPTY, -CORRUPT, -UNSIGNED, -UNKNOWN-KEY, -BAD-SIGNATURE, -MISMATCH, -REPLAYED | the channel |
 | REGISTRY-AUDIT-MISSING, REGISTRY-AUDIT-TAMPERED, REGISTRY-AUDIT-UNRECORDED | the audit record |
@@ -24,6 +24,7 @@ everything `trust.require` asks for holds:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -90,7 +91,7 @@ def resolve(account: Account, release: ReleaseConfig, trust: TrustConfig, *, rec
     check_names(release.model, release.version)
     layout = Layout(release.container)
     strict = trust.require != "none"
-    records = audit.read(account, layout, release.model) if strict else []
+    records = _records(account, layout, release.model) if strict else []
     channel: Channel | None = None
     version, source = release.version, "version"
     if not version:
@@ -155,13 +156,35 @@ def load(account: Account, layout: Layout, model: str, version: str) -> Stored:
             do="restore it or publish anew",
         )
     digest = signing.digest(data)
-    if signature.get("manifest") != digest or (signature.get("model"), signature.get("version")) != (model, version):
+    _check_own(signature, signature_bytes, sig_uri)
+    if (signature.get("model"), signature.get("version")) != (model, version):
+        raise DynamoBlobError(
+            "REGISTRY-SIGNATURE-MISMATCH", "the signature is that of another release", where=sig_uri,
+            why=f"it is for {signature.get('model')} {signature.get('version')}", do="it was exchanged: restore it or publish anew",
+        )  # fmt: skip
+    if signature.get("manifest") != digest:
         raise DynamoBlobError(
             "REGISTRY-MANIFEST-MISMATCH", "the manifest is not the one that was signed", where=uri,
-            why=f"signed {signature.get('model')} {signature.get('version')} {signature.get('manifest')}, found {digest}",
-            do="manifest or signature was changed or exchanged: restore both or publish anew",
+            why=f"signed {signature.get('manifest')}, found {digest}", do="it was changed or exchanged: restore it or publish anew",
         )  # fmt: skip
     return Stored(parse_manifest(data, model, version, uri), data, digest, uri, signature, sig_uri)
+
+
+def _check_own(signature: dict[str, Any], data: bytes, uri: str) -> None:
+    """The signature document is whole, whoever signed it: an accepted key is asked for later, by the trust policy."""
+    key = signature.get("key")
+    if key:
+        signing.verify(signature, (str(key),), kind="SIGNATURE", what="the release", where=uri)
+        return
+    expected = {k: signature.get(k) for k in ("format", "model", "version", "manifest")}
+    if data != signing.unsigned(expected):
+        raise DynamoBlobError(
+            "REGISTRY-SIGNATURE-CORRUPT",
+            "the signature is damaged",
+            where=uri,
+            why="fields that do not belong",
+            do="restore it or publish anew",
+        )
 
 
 def parse_manifest(data: bytes, model: str, version: str, uri: str) -> Manifest:
@@ -234,26 +257,37 @@ def load_approval(
         raise refuse(
             "EXPIRED", "the approval has expired", f"at {expires}", "approve again, after a look at what is new"
         )
-    _check_latest(
-        [r for r in records if r.key in trust.approver_keys],
-        "approve",
-        version,
-        signing.digest(data),
-        lambda why: refuse("REPLAYED", "the approval is not the latest one", why, "approve again"),
-    )
+    _check_latest([r for r in records if r.key in trust.approver_keys], approval, signing.digest(data), refuse, uri)
     return approval
 
 
-def _check_latest(records: list[audit.Record], action: str, version: str, digest: str, error: Any) -> None:
-    """`digest` was recorded as intended, and nothing later of its kind is known to have taken effect."""
-    mine = [r.seq for r in records if r.action == action and r.version == version and r.subject == digest]
-    if not mine:
-        raise error("the audit record does not know it")
-    later = [
-        r for r in records if r.action == action and r.version == version and r.phase == "done" and r.seq > max(mine)
-    ]
+def _check_latest(
+    records: list[audit.Record], approval: dict[str, Any], digest: str, refuse: Callable[..., DynamoBlobError], uri: str
+) -> None:
+    """This very approval was intended, and no later one of the version is known to have taken effect."""
+    of_version = [r for r in records if r.action == "approve" and r.version == approval["version"]]
+    if not any(r.subject == digest for r in of_version):
+        raise _unrecorded(uri, "this approval", len(records))
+    later = [r for r in of_version if r.phase == "done" and approval_sequence(r) > int(approval.get("sequence", 0))]
     if later:
-        raise error(f"record {later[-1].seq} ({later[-1].at}) replaced it")
+        raise refuse(
+            "REPLAYED",
+            "the approval is an older one that someone put back",
+            f"record {later[-1].seq} ({later[-1].at}) replaced it",
+            "approve again",
+        )
+
+
+def approval_sequence(record: audit.Record) -> int:
+    """Number of the approval that `record` tells of, 0 for other records."""
+    return int(record.detail.get("approval_sequence", 0))
+
+
+def _unrecorded(uri: str, what: str, count: int) -> DynamoBlobError:
+    return DynamoBlobError(
+        "REGISTRY-AUDIT-UNRECORDED", f"the audit record does not know {what}", where=uri, why=f"{count} records of accepted keys, none of it",
+        do="the record or the document was exchanged: do not serve before you know who did",
+    )  # fmt: skip
 
 
 def _check_signature(stored: Stored, trust: TrustConfig) -> str:
@@ -266,11 +300,7 @@ def _check_recorded(records: list[audit.Record], stored: Stored, trust: TrustCon
     if not any(
         r.action == "publish" and r.manifest == stored.digest and r.key in trust.publisher_keys for r in records
     ):
-        raise DynamoBlobError(
-            "REGISTRY-AUDIT-UNRECORDED", "the audit record does not know this publication", where=stored.uri,
-            why=f"{len(records)} records, none of publishing {stored.digest} with an accepted key",
-            do="the record or the release was exchanged: do not serve before you know who did",
-        )  # fmt: skip
+        raise _unrecorded(stored.uri, "this publication", len(records))
 
 
 def _channel_keys(trust: TrustConfig) -> tuple[str, ...]:
@@ -298,6 +328,16 @@ def refuse_tombstone(signature: bytes, model: str, version: str, uri: str) -> No
             where=uri,
             do="serve another version: `dynamo release list`",
         )
+
+
+def _records(account: Account, layout: Layout, model: str) -> list[audit.Record]:
+    records = audit.read(account, layout, model)
+    if not records:
+        raise DynamoBlobError(
+            "REGISTRY-AUDIT-MISSING", f"there is no audit record of {model}", where=account.uri(layout.audit, f"audit/{model}/"),
+            why="publishing and promoting leave one", do="publish the model, or, if it was, find out who removed the record",
+        )  # fmt: skip
+    return records
 
 
 def _get(account: Account, container: str, name: str) -> bytes | None:
