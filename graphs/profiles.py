@@ -24,6 +24,13 @@ class ModelFacts(Spec):
     kv_bytes_per_token: Size = Field(0, description="KV bytes of one token over all layers at `dtype`; 0 = not stated")
     layout: Literal["full", "sliding+full", "mla", "linear+full"] = Field("full", description="KV cache layout")
     max_positions: int = Field(0, ge=0, description="longest context the model was made for, tokens; 0 = not stated")
+    kv_layers: int = Field(0, ge=0, description="layers that keep KV of every token; 0 = not stated")
+    kv_heads: int = Field(0, ge=0, description="KV heads of such a layer")
+    head_dim: int = Field(0, ge=0, description="elements of one head")
+    latent_dim: int = Field(0, ge=0, description="MLA: elements a layer keeps of one token (latent and rope)")
+    state_bytes: Size = Field(0, description="recurrent state of one sequence over all layers, bytes; 0 = none")
+    tiers: Literal["on", "refused"] = Field("on", description="whether the KV tiers serve this layout")
+    tiers_reason: str = Field("", description="why they do, or do not")
     source: str = Field("", description="where the figures come from")
     estimate: bool = Field(False, description="figures are computed, not measured")
 

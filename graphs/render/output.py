@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from components.common.errors import DynamoBlobError, nearest
@@ -64,14 +65,21 @@ def to_yaml(objects: list[Manifest]) -> str:
 
 def _safe(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_key(k): _safe(v) for k, v in value.items()}
+        return CommentedMap((_key(k), _safe(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
-        return [_safe(v) for v in value]
+        return [_short(_safe(v)) for v in value]
     if not isinstance(value, str):
         return value
     if "\n" in value:
         return LiteralScalarString(value)
     return value if _is_plain(value) else DoubleQuotedScalarString(value)
+
+
+def _short(item: Any) -> Any:
+    """A small mapping in a list (a variable, a port, a mount) stands on one line."""
+    if isinstance(item, CommentedMap) and len(repr(item)) < 160 and not any(isinstance(v, list) for v in item.values()):
+        item.fa.set_flow_style()
+    return item
 
 
 def _key(key: str) -> str:
