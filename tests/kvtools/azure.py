@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
+import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +70,27 @@ def azurite(work: Path) -> Iterator[Store]:
         yield store
     finally:
         store.kill()
+
+
+_shared: list[Store] = []
+_containers = itertools.count()
+
+
+def shared() -> Store:
+    """One Azurite for all tests of this process that only need a container of their own."""
+    if not _shared:
+        store = Store(Path(tempfile.mkdtemp(prefix="dynamo-blob-azurite-"))).start()
+        _shared.append(store)
+
+        def end() -> None:
+            store.kill()
+            shutil.rmtree(store.work, ignore_errors=True)
+
+        atexit.register(end)
+    return _shared[0]
+
+
+def new_container(store: Store) -> str:
+    name = f"kv-{next(_containers)}"
+    store.account().ensure_container(name)
+    return name

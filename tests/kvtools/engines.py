@@ -60,7 +60,7 @@ class Driver:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        sweep(0.0)
+        sweep(5.0)
         if self._lock is not None:
             self._lock.close()
 

@@ -37,10 +37,10 @@ class Lookups:
     def lookup(self, name: str, transport: Transport, request: str, group: int) -> bool | None:
         """True, False, or None while the store is asked."""
         known = self._index.lookup(name)
-        if known is True:
-            return not self.is_negative(name)
         if known is False or self.is_negative(name):
             return self._miss("absent")
+        if known is True:
+            return True
         if not transport.available(False):
             return self._miss("breaker")
         deadline = self._open.get(name)
@@ -62,6 +62,10 @@ class Lookups:
         """A miss for a while, whatever the index says: after a failed load, or no answer in time."""
         self._open.pop(name, None)
         self._negative[name] = self._clock() + NEGATIVE_S
+
+    def stored(self, name: str) -> None:
+        """It was missing a moment ago and is there now."""
+        self._negative.pop(name, None)
 
     def is_negative(self, name: str) -> bool:
         until = self._negative.get(name)

@@ -292,6 +292,7 @@ class DynamoBlobTier(SecondaryTierManager):
             return
         job.good.append(end.key)
         job.nbytes += self._mover.codec.object_bytes
+        self._lookups.stored(end.unit.name)
         saved = hooks.seconds_saved(end.tokens, self.namespaces[get_offload_group_idx(end.key)].tokens_per_chunk)
         self._index.note_put(end.unit.name, self._mover.codec.object_bytes, end.request.cls, saved, end.parent)
         self._announce([end.key])
@@ -392,6 +393,8 @@ class DynamoBlobTier(SecondaryTierManager):
         """Raises when chunks are still under way after 5 s: vLLM then keeps the DRAM tier mapped."""
         drained = self._mover.close(5.0)
         self._opened.close(2.0)
+        self._take_ends()
+        self._rows = np.empty((0, 0), np.uint8)  # the DRAM tier cannot be unmapped under a view
         if not drained:
             raise DynamoBlobError("KV-SHUTDOWN", f"{self._mover.live} chunks are still under way", where=self.tier_type)
 
