@@ -139,6 +139,11 @@ class NodeCache:
             entry.used = time.monotonic()
             return entry, work
 
+    def pin(self, entry: Entry) -> None:
+        """One lease more on an entry that is already held."""
+        with self._lock:
+            entry.leases += 1
+
     def release(self, entry: Entry) -> None:
         with self._lock:
             entry.leases -= 1
@@ -161,15 +166,6 @@ class NodeCache:
                 entry.state, entry.error, entry.working = "failed", error, False
                 self._drop(entry)
         entry.wake()
-
-    def view(self, digest: str, index: int, range_bytes: int) -> tuple[int, int] | None:
-        """(address, length) of a verified range, for peers; None if it is not here."""
-        with self._lock:
-            entry = self._entries.get(digest)
-            if entry is None or index >= len(entry.ready) or not entry.ready[index]:
-                return None
-            begin = index * range_bytes
-            return int(entry.array.ctypes.data) + begin, min(range_bytes, entry.file.size - begin)
 
     def entry(self, digest: str) -> Entry | None:
         with self._lock:

@@ -20,3 +20,9 @@ class WeightServiceConfig(Config):
         description="owner of cache files when the service runs as root, so that no worker owns them; -1 = the service's own uid",
     )
     peers: tuple[str, ...] = Field((), description="other weight services: unix:/path or host:port")
+    peer_name: str = Field("", description="this service's address as its peers name it; empty = `listen`")
+    peer_deadline_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds one range may take from a peer, its read from Blob included, before it comes from elsewhere",
+    )

@@ -31,6 +31,10 @@ class RangePeers(Protocol):
         """Fill `view` with the verified range; False if no peer had it in time. Bounded; ends soon after `give_up()`."""
         ...
 
+    def order(self, file: FileEntry, ranges: list[int]) -> list[int]: ...
+
+    def done(self, digest: str, index: int) -> None: ...
+
 
 class Filler:
     """Ranges are worked on in the order of `fill`; an entry fails as a whole with the first range that cannot be had."""
@@ -54,7 +58,7 @@ class Filler:
             thread.start()
 
     def fill(self, entry: Entry, ranges: list[int]) -> None:
-        for index in ranges:
+        for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
             self._jobs.put((entry, index))
 
     def now(self, entry: Entry, index: int) -> None:
@@ -111,7 +115,11 @@ class Filler:
             if entry.state == "checking":
                 self._check(entry, index, begin, view)
             else:
-                self._fetch(entry, index, begin, view, peers, key)
+                try:
+                    self._fetch(entry, index, begin, view, peers, key)
+                finally:
+                    if self.peers is not None:
+                        self.peers.done(entry.file.blake3, index)
             self.cache.verified(entry, index)
             with self._lock:
                 self._busy.pop(key, None)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def application(service: WeightService) -> web.Application:
     app.add_routes([
         web.get("/health", routes.health), web.get("/v1/release", routes.release), web.get("/v1/manifest", routes.manifest),
         web.get("/v1/sources", routes.sources), web.get("/v1/status", routes.status),
-        web.get("/v1/lease", routes.lease),
+        web.get("/v1/lease", routes.lease), web.get("/v1/peer/claim", routes.peer_claim), web.get("/v1/peer/range", routes.peer_range),
     ])  # fmt: skip
     return app
 
@@ -49,6 +50,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 class Routes:
     def __init__(self, service: WeightService) -> None:
         self.service = service
+        self._peers = ThreadPoolExecutor(64, thread_name_prefix="peer-offer")  # a waiting peer holds a thread
 
     def _ready(self) -> WeightService:
         s = self.service
@@ -103,6 +105,19 @@ class Routes:
                 s.cache.release(entry)
         return answer
 
+    async def peer_claim(self, request: web.Request) -> web.Response:
+        s, q = self._ready(), request.query
+        state = s.claim(q.get("by", ""), q.get("object", ""), _number(q.get("range", "")))
+        return web.json_response({"state": state})
+
+    async def peer_range(self, request: web.Request) -> web.Response:
+        s, q = self._ready(), request.query
+        wait = min(float(_number(q.get("wait", "0"))), s.config.peer_deadline_s)
+        offer = await asyncio.get_running_loop().run_in_executor(
+            self._peers, s.offer, q.get("object", ""), _number(q.get("range", "")), wait
+        )
+        return web.json_response(offer)
+
     async def status(self, request: web.Request) -> web.Response:
         return web.json_response(self.service.status())
 
@@ -133,6 +148,13 @@ async def _announce(answer: web.StreamResponse, entry: Entry, changed: asyncio.E
             await asyncio.wait_for(changed.wait(), _PULSE_S)
         except TimeoutError:
             await _say(answer, {})
+
+
+def _number(text: str) -> int:
+    try:
+        return int(float(text))
+    except ValueError:
+        raise DynamoBlobError("WEIGHTS-UNKNOWN-OBJECT", "not a number", why=text[:20]) from None
 
 
 def _indices(before: bytes, now: bytes) -> list[int]:

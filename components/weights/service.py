@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from components.common.registry.manifest import FileEntry
 from components.weights.cache import Entry, NodeCache
 from components.weights.config import WeightServiceConfig
 from components.weights.fill import Filler
+from components.weights.peers import Peers
+from components.weights.wire import Wire
 
 log = logging.getLogger("dynamo_blob.weights")
 
 _RETRY_S = 1.0
+_OFFER_LOOK_S = 0.005
 
 
 class WeightService:
@@ -37,6 +41,8 @@ class WeightService:
         self.report = Report()
         self.cache: NodeCache | None = None
         self.filler: Filler | None = None
+        self.peers: Peers | None = None
+        self.wire: Wire | None = None
         self._objects: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -81,6 +87,49 @@ class WeightService:
         self.cache.adopt(weight_files(found.manifest))
         self.cache.keep_manifest(found.manifest.digest(), found.manifest_bytes)
         self.filler = Filler(self.cache, found.reader, c.weights, found.manifest.range_bytes, self.report)
+        if c.peers:
+            size = found.manifest.range_bytes
+            self.wire = Wire(self.cache, c.weights.range_in_flight, size)
+            self.peers = Peers(c.peer_name or c.listen, c.peers, self.wire, self.report, size, c.peer_deadline_s)
+            self.filler.peers = self.peers
+
+    def claim(self, by: str, digest: str, index: int) -> str:
+        """A peer asks before it reads a range from Blob: ready | busy | free."""
+        self._range_of(digest, index)
+        entry = self.cache.entry(digest) if self.cache else None
+        ready = entry is not None and bool(entry.ready[index])
+        self.count("claims")
+        return self.peers.claimed(by, digest, index, ready) if self.peers else "free"
+
+    def offer(self, digest: str, index: int, wait_s: float) -> dict[str, Any]:
+        """How a peer can read a range here; waits for it up to `wait_s`, reading Blob if nobody does yet."""
+        file = self._range_of(digest, index)
+        if self.cache is None or self.filler is None or self.wire is None:
+            raise DynamoBlobError(
+                "WEIGHTS-NO-CACHE", "this weight service offers nothing to peers", where=self.config.name
+            )
+        entry, work = self.cache.lease(file)
+        try:
+            self.filler.fill(entry, work)
+            end = time.monotonic() + wait_s
+            while not entry.ready[index] and entry.error is None and time.monotonic() < end:
+                time.sleep(_OFFER_LOOK_S)
+            if not entry.ready[index]:
+                raise entry.error or DynamoBlobError(
+                    "WEIGHTS-PEER-LATE", "the range is not here in time", where=self.config.name
+                )
+            self.count("offers")
+            return self.wire.offer(entry)
+        finally:
+            self.cache.release(entry)
+
+    def _range_of(self, digest: str, index: int) -> FileEntry:
+        file = self.file(digest)
+        if not 0 <= index < len(file.ranges) or not is_weights(file.path):
+            raise DynamoBlobError(
+                "WEIGHTS-UNKNOWN-OBJECT", "the release has no such range", why=f"range {index} of {len(file.ranges)}"
+            )
+        return file
 
     def lease(self, digest: str) -> Entry:
         """The cache entry of a file, pinned and being filled. Raises WEIGHTS-NO-CACHE, WEIGHTS-CACHE-FULL: read Blob instead."""
@@ -126,12 +175,15 @@ class WeightService:
             "trust": w.trust.require, "loader": w.loader, "unverified": w.loader != "dynamo_blob",
             "error": self.error.as_json() if self.error else None, "counts": counts, "load": self.report.as_json(),
             "cache": self.cache.status() if self.cache else None,
+            "peers": self.peers.status() if self.peers else None,
         }  # fmt: skip
 
     def close(self) -> None:
         self._stop.set()
         if self.filler:
             self.filler.close()
+        if self.wire:
+            self.wire.close()
         if self.cache:
             self.cache.close()
         if self.found:

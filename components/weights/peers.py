@@ -1,0 +1,166 @@
+"""Who reads a range from Blob when several weight services start at once, and getting it from whoever has it.
+
+Before a service reads a range from Blob it claims it at every peer. A peer answers
+
+    ready   it has the range, verified: pull it over NIXL
+    busy    it is reading it from Blob, or has the better claim: wait for it there
+    free    nobody here works on it
+
+Only if all are free (or silent) the service reads Blob. Two that claim at once are told apart by rendezvous
+hashing: the owner of the range among the two goes on, the other waits for it. No agreement about who is alive
+is needed: a peer that does not answer in time is left out for a while, and at worst a byte is read twice.
+Each service begins with the ranges that it owns, so that N starting at once spread over the whole file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+from urllib.parse import quote
+
+from blake3 import blake3
+
+from components.common.errors import DynamoBlobError
+from components.common.loading.client import ServiceClient, ServiceGone
+from components.common.loading.report import Report
+from components.common.registry.manifest import FileEntry
+from components.weights.wire import PullFailed, Wire
+
+log = logging.getLogger("dynamo_blob.weights")
+
+Answer = Literal["ready", "busy", "free"]
+_ASK_S = 1.0
+_ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
+_MARK_S = 30.0  # a peer that stalled
+_CLAIM_S = 60.0  # a claim not turned into a verified range is forgotten
+
+
+def owner(members: list[str], digest: str, index: int) -> str:
+    """Rendezvous (highest random weight) owner of a range among `members`."""
+    return max(members, key=lambda m: blake3(f"{m}|{digest}|{index}".encode()).digest())
+
+
+class Peers:
+    """`me`: this service's address as the others name it. Claims of others and of our own threads meet here."""
+
+    def __init__(
+        self, me: str, addresses: tuple[str, ...], wire: Wire, report: Report, range_bytes: int, pull_s: float
+    ) -> None:
+        self.me, self.addresses = me, tuple(a for a in addresses if a != me)
+        self.wire, self.report, self.range_bytes, self.pull_s = wire, report, range_bytes, pull_s
+        self._lock = threading.Lock()
+        self._mine: dict[tuple[str, int], Literal["claiming", "fetching"]] = {}
+        self._theirs: dict[tuple[str, int], tuple[str, float]] = {}
+        self._absent: dict[str, float] = {}
+        self.marked: dict[str, str] = {}
+
+    def order(self, file: FileEntry, ranges: list[int]) -> list[int]:
+        """`ranges` with those first that this service owns among all."""
+        members = [self.me, *self.addresses]
+        return sorted(ranges, key=lambda i: (owner(members, file.blake3, i) != self.me, i))
+
+    # asked by others
+
+    def claimed(self, by: str, digest: str, index: int, ready: bool) -> Answer:
+        """A peer is about to read this range from Blob."""
+        key = (digest, index)
+        with self._lock:
+            self._absent.pop(by, None)
+            if ready:
+                return "ready"
+            mine = self._mine.get(key)
+            if mine == "fetching" or (mine == "claiming" and owner([self.me, by], digest, index) == self.me):
+                return "busy"
+            self._theirs[key] = (by, time.monotonic())
+            return "free"
+
+    # our own fetching
+
+    def fetch(self, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
+        """Fill `view` with the verified range from a peer. False: read Blob now (we hold the claim until `done`)."""
+        key = (file.blake3, index)
+        tried: set[str] = set()
+        while not give_up():
+            with self._lock:
+                self._mine[key] = "claiming"
+            others = [p for p in self.addresses if self._usable(p) and p not in tried]
+            answers = {p: self._ask(p, key) for p in others}
+            with self._lock:  # whom we told "free" goes on: it came first, or owns the range
+                first = self._theirs.get(key)
+            if first and answers.get(first[0]) == "free" and time.monotonic() - first[1] < _CLAIM_S:
+                answers[first[0]] = "busy"
+            having = [p for p in others if answers[p] == "ready"] or [p for p in others if answers[p] == "busy"]
+            if not having:
+                with self._lock:
+                    self._mine[key] = "fetching"
+                return False
+            source = owner(having, *key)  # spreads the load over all that have it
+            if self._pull(source, file, index, view, give_up):
+                return True
+            tried.add(source)
+        return False
+
+    def done(self, digest: str, index: int) -> None:
+        """The range is verified here, or was given up: no claim of ours is left."""
+        with self._lock:
+            self._mine.pop((digest, index), None)
+            self._theirs.pop((digest, index), None)
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "me": self.me,
+                "peers": list(self.addresses),
+                "marked": dict(self.marked),
+                "pulled_bytes": self.wire.pulled,
+                "quarantined": self.wire.pool.quarantined,
+            }
+
+    def _usable(self, peer: str) -> bool:
+        return peer not in self.marked and time.monotonic() >= self._absent.get(peer, 0.0)
+
+    def _ask(self, peer: str, key: tuple[str, int]) -> Answer:
+        path = f"/v1/peer/claim?object={key[0]}&range={key[1]}&by={quote(self.me, safe='')}"
+        try:
+            answer = json.loads(ServiceClient(peer).get(path, _ASK_S)).get("state")
+            return answer if answer in ("ready", "busy") else "free"
+        except (ServiceGone, DynamoBlobError, ValueError, AttributeError):
+            self._leave_out(peer, _ABSENT_S)
+            return "free"
+
+    def _pull(self, peer: str, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
+        if not self.wire.wait_started():
+            return False
+        deadline = time.monotonic() + self.pull_s
+        try:
+            path = f"/v1/peer/range?object={file.blake3}&range={index}&wait={self.pull_s * 0.8:.2f}"
+            offer = json.loads(ServiceClient(peer).get(path, self.pull_s))
+            self.wire.pull(offer, index * self.range_bytes, len(view), view, deadline)
+        except (ServiceGone, DynamoBlobError) as e:
+            self.report.add("peer_gone")
+            self._leave_out(peer, _ABSENT_S)
+            log.warning("peer %s: %s", peer, str(e).splitlines()[0])
+            return False
+        except (PullFailed, ValueError, KeyError, TypeError) as e:
+            self.report.add("peer_late" if getattr(e, "late", False) else "peer_failed")
+            self._leave_out(peer, _MARK_S)
+            log.warning("peer %s stalled or failed on %s range %d: %s", peer, file.path, index, e)
+            return False
+        found = blake3(view).hexdigest()  # of our own copy: nobody can change it any more
+        if found != file.ranges[index]:
+            self.report.add("peer_lies")
+            self.marked[peer] = (
+                f"sent wrong bytes of {file.path} range {index}: expected {file.ranges[index]}, found {found}"
+            )
+            log.error("peer %s %s: not asked again", peer, self.marked[peer])
+            return False
+        self.report.fetched("peer", len(view))
+        return True
+
+    def _leave_out(self, peer: str, seconds: float) -> None:
+        with self._lock:
+            self._absent[peer] = time.monotonic() + seconds
