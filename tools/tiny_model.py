@@ -3,7 +3,7 @@
     python -m tools.tiny_model LAYOUT OUTPUT_DIR [--sample DIR] [--seed N]
 
 They serve fault matrices and volume, never a figure of speed. Same layout and seed, same bytes.
-Layouts: full (attention over the whole context). Others follow with the KV tiers.
+Layouts: full, sliding, sinks, mamba, gdn, latent (see the functions).
 """
 
 from __future__ import annotations
@@ -33,7 +33,78 @@ def full(vocab: int) -> Any:
     )  # fmt: skip
 
 
-LAYOUTS: dict[str, Callable[[int], Any]] = {"full": full}
+def sliding(vocab: int) -> Any:
+    """4-layer Gemma 3: two layers see 256 tokens, two see all; both kinds overlay the same cache bytes."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, sliding_window=256, query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def sinks(vocab: int) -> Any:
+    """2-layer gpt-oss: a window of 128 with attention sinks beside full attention, 4 experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, sliding_window=128, num_local_experts=4,
+            num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], bos_token_id=1, eos_token_id=2,
+            pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def mamba(vocab: int) -> Any:
+    """2-layer Falcon-H1: Mamba2 and attention in every layer (bf16 only on CPU)."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32,
+            mamba_d_state=32, mamba_n_groups=1, mamba_chunk_size=64, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def gdn(vocab: int) -> Any:
+    """4-layer Qwen3-Next: three gated delta nets and one attention layer, 4 experts; its block is 640 tokens."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, linear_key_head_dim=128,
+            linear_value_head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, shared_expert_intermediate_size=64, bos_token_id=1, eos_token_id=2,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+        )
+    )  # fmt: skip
+
+
+def latent(vocab: int) -> Any:
+    """2-layer DeepSeek-V2: multi-head latent attention. The KV tiers refuse it."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
+            n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=2,
+            max_position_embeddings=8192, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+LAYOUTS: dict[str, Callable[[int], Any]] = {
+    "full": full, "sliding": sliding, "sinks": sinks, "mamba": mamba, "gdn": gdn, "latent": latent,
+}  # fmt: skip
 
 
 def build(layout: str, output: Path, sample: Path, seed: int = 0) -> None:

@@ -44,6 +44,13 @@ def wait_stored(store: Store, n: int, timeout: float = 20.0) -> list[str]:
     return chunks(store)
 
 
+def wait_stored_in(store: Store, container: str, n: int, timeout: float = 30.0) -> list[str]:
+    from tests.kvtools.proxy import wait_for
+
+    wait_for(lambda: len(chunks(store, container)) >= n, timeout, f"{n} chunks in {container}")
+    return chunks(store, container)
+
+
 def same(got: dict[str, Any], want: dict[str, Any]) -> bool:
     """Tokens, and top-5 logprobs of every position, bit for bit."""
     return bool(got["tokens"] == want["tokens"] and got["logprobs"] == want["logprobs"])
@@ -56,6 +63,8 @@ def band(a: dict[str, Any], b: dict[str, Any]) -> float:
         if a["tokens"][:i] != b["tokens"][:i]:
             break
         mine, theirs = dict(map(tuple, x)), dict(map(tuple, y))
+        if not mine.keys() & theirs.keys():
+            return float("inf")
         for token in mine.keys() & theirs.keys():
             difference = abs(mine[token] - theirs[token])
             worst = max(worst, float("inf") if math.isnan(difference) else difference)
