@@ -12,6 +12,7 @@ from components.common.storage.azurite import AzuriteConfig
 from components.frontend.config import GatewayConfig
 from components.weights.config import WeightServiceConfig
 from graphs import env as environment
+from graphs.launch.broker import BrokerConfig
 from graphs.load import Graph
 from graphs.plan import Link, Plan, Port, Probe, Process, StorageUse, Volume
 from graphs.profiles import EngineProfile, engine_args, read_engine_profile, read_kv_profile
@@ -83,6 +84,8 @@ class _Compiler:
         processes: list[Process] = []
         if site.embedded(spec):
             processes.append(self.azurite())
+        if broker := site.event_broker(spec):
+            processes.append(self.events(*broker))
         processes += [self.weights(i) for i in range(c.weights.replicas)]
         gpu = 0
         for worker in self.workers:  # slow importers first: they wait for the weight service themselves
@@ -214,6 +217,15 @@ class _Compiler:
             ports=(Port(name="blob", number=port, purpose=f"Blob API of {', '.join(EMBEDDED_ACCOUNTS.values())}"),),
             probe=Probe(tcp=f"{LOOPBACK}:{port}", deadline_s=60), identity="issuer", secrets=tuple(config.accounts.values()),
             memory_bytes=400 << 20, volumes=(Volume(name="store", path=str(data)),),
+        )  # fmt: skip
+
+    def events(self, publishers: str, subscribers: str) -> Process:
+        config = BrokerConfig(publishers=publishers, subscribers=subscribers)
+        ports = [(n, int(a.rpartition(":")[2])) for n, a in (("publishers", publishers), ("subscribers", subscribers))]
+        return self.process(
+            "events", 0, ComponentSpec(drain_s=2.0), [self.site.python, "-m", "graphs.launch.broker"], config=config, env=self.env.python(),
+            ports=tuple(Port(name=n, number=p, purpose="Dynamo's KV and load events") for n, p in ports),
+            probe=Probe(tcp=f"{LOOPBACK}:{ports[1][1]}", deadline_s=30), memory_bytes=64 << 20,
         )  # fmt: skip
 
     def weights(self, i: int) -> Process:

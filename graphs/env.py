@@ -49,6 +49,9 @@ class Environment:
             out["DYN_FILE_KV"] = str(self.site.run / "discovery")  # fresh per run: stale entries name dead workers
         if discovery == "etcd":
             out["ETCD_ENDPOINTS"] = runtime.etcd_url or f"http://{LOOPBACK}:{self.site.port(self.spec, 'etcd')}"
+        broker = self.site.event_broker(self.spec)
+        if broker:
+            out["DYN_ZMQ_BROKER_URL"] = f"xsub={broker[0]} , xpub={broker[1]}"
         if "nats" in (runtime.event_plane, runtime.request_plane):
             out["NATS_SERVER"] = runtime.nats_url or f"nats://{LOOPBACK}:{self.site.port(self.spec, 'nats')}"
         return out

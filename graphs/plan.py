@@ -71,7 +71,17 @@ class Process(Config):
 
     name: str = Field(description="unique, e.g. prefill-0")
     component: Literal[
-        "azurite", "weights", "router", "prefill", "decode", "aggregated", "dynamo-frontend", "frontend", "etcd", "nats"
+        "azurite",
+        "weights",
+        "router",
+        "prefill",
+        "decode",
+        "aggregated",
+        "dynamo-frontend",
+        "frontend",
+        "etcd",
+        "nats",
+        "events",
     ]
     replica: int = Field(0, ge=0)
     argv: tuple[str, ...] = Field(description="exact command line; runnable by hand with `env`")

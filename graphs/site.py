@@ -23,7 +23,7 @@ EMBEDDED_ACCOUNTS = {"weights": "dbweights", "kv": "dbkv"}
 
 # Offsets from network.base_port; fixed ranges, so that scaling one component moves no other's port.
 OFFSETS = {
-    "dynamo-frontend": 0, "azurite": 4, "etcd": 5, "nats": 7, "router": 8, "weights": 12, "frontend": 16,
+    "dynamo-frontend": 0, "azurite": 4, "etcd": 5, "nats": 7, "router": 8, "weights": 12, "frontend": 16, "events": 18,
     "prefill": 20, "decode": 28, "aggregated": 36, "nixl-prefill": 44, "nixl-decode": 52, "nixl-aggregated": 60,
 }  # fmt: skip
 LOCAL_REPLICAS = {
@@ -169,6 +169,13 @@ class Site:
     def tenants_file(self, graph_file: str, path: str) -> str:
         """A path of the graph file as an absolute path; empty stays empty."""
         return str((Path(graph_file).parent / path).resolve()) if path else ""
+
+    def event_broker(self, spec: GraphSpec) -> tuple[str, str] | None:
+        """(address for publishers, address for subscribers) of the graph's event broker; None = publishers bind themselves."""
+        if self.kind != "local" or spec.runtime.event_plane != "zmq" or not spec.runtime.event_broker:
+            return None
+        first = self.port(spec, "events")
+        return f"tcp://{LOOPBACK}:{first}", f"tcp://{LOOPBACK}:{first + 1}"
 
     def preload(self) -> str:
         """torch's own OpenMP runtime, for workers of the CPU build: two runtimes in one process were measured four

@@ -122,6 +122,10 @@ class RuntimeSpec(Spec):
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq", description="carries KV events; nats binds loopback only, zmq binds every interface"
     )
+    event_broker: bool = Field(
+        True,
+        description="on one machine with zmq: relay events through a broker on loopback; false = every publisher binds a port on every interface",
+    )
     etcd_url: str = Field("", description="http://host:port of an etcd that runs already")
     nats_url: str = Field("", description="nats://host:port of a NATS server that runs already")
     migration_limit: int = Field(

@@ -25,7 +25,7 @@ DRAIN_ORDER = (
     ("frontend",),
     ("dynamo-frontend", "router", "prefill", "decode", "aggregated"),
     ("weights",),
-    ("azurite", "etcd", "nats"),
+    ("azurite", "events", "etcd", "nats"),
 )
 PROBE_EVERY_S, WATCH_EVERY_S, PROBE_MISSES = 0.2, 2.0, 2
 BACK_OFF_S, BACK_OFF_MOST_S = 0.25, 10.0
