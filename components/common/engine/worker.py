@@ -48,6 +48,7 @@ class VllmEngine(LLMEngine):
         self.defaults: dict[str, Any] = {}
         self._events = f"ipc://{config.run_dir}/{config.name}.kv"
         self._relay: Any = None
+        self._shadow: Any = None
         self._watch: asyncio.Task[None] | None = None
         self.died = ""
 
@@ -69,6 +70,12 @@ class VllmEngine(LLMEngine):
         if self.config.warmup:
             await self._warm_up()
         self._watch = asyncio.create_task(self._watch_engine())
+        if self.config.kv is not None and self.config.role != "decode":
+            from components.common.engine.shadow import open_shadow
+
+            self._shadow = open_shadow(
+                self.llm, self.config.kv.settings, self.config.name, lambda: bool(len(self.in_flight))
+            )
         cache = self.llm.vllm_config.cache_config
         log.info(
             "%s ready: engine %.1f s, warm-up %.1f s, instance %d, %s KV blocks of %d tokens",
@@ -151,6 +158,7 @@ class VllmEngine(LLMEngine):
         if salt:
             inputs["cache_salt"] = salt
         sent = [0] * (params.n or 1)
+        output: Any = None
         with self.in_flight.track(request_id):
             async for output in self.llm.generate(inputs, params, request_id):
                 for choice in output.outputs:
@@ -159,6 +167,8 @@ class VllmEngine(LLMEngine):
                     chunk = self._chunk(choice, sent, request, len(prompt), output)
                     if chunk is not None:
                         yield chunk
+        if self._shadow is not None and output is not None:
+            self._shadow.note(prompt, salt, output.num_cached_tokens or 0)
 
     def _kv_params(self, request: Any, context: Any, salt: str | None) -> dict[str, Any]:
         """kv_transfer_params for the connectors: the handover's part and the tiers' part."""
@@ -210,6 +220,8 @@ class VllmEngine(LLMEngine):
             log.warning(
                 "%s: %d answers did not finish in %.0f s and migrate", self.config.name, aborted, self.config.drain_s
             )
+        if self._shadow is not None:
+            await self._shadow.close()
         self.llm.shutdown()
         self.llm = None
         if self._relay is not None:

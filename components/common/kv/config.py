@@ -43,6 +43,14 @@ class KvTiersConfig(Config):
     store_deadline_s: float = Field(30.0, gt=0, description="seconds from store to visible, queueing included")
     store_queue: int = Field(64, ge=1, description="chunks waiting to be stored; the newest are dropped beyond it")
     verify_puts: float = Field(0.0, ge=0, le=1, description="fraction of puts that is read back and proven")
+    shadow_every: int = Field(
+        0,
+        ge=0,
+        description="each object is recomputed and compared at one in so many hits on it, in idle time; 0 = never",
+    )
+    shadow_band: float = Field(
+        0.25, gt=0, description="nats two logprobs may differ before an object counts as wrong; 0.01 holds in fp32"
+    )
     mac_key_file: str = Field(
         "", description="file (mode 0600, 64 hex digits) for keyed digests: set it when others can write the container"
     )
