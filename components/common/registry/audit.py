@@ -65,23 +65,6 @@ class _Tail:
     seq: int
     prev: str
     last: bytes
-    sealed: bool
-
-
-def open_log(account: Account, layout: Layout, model: str) -> None:
-    """Make sure there is a log to append to: the first, or the next when the last was closed by a *seal* record.
-
-    The seal is what keeps the chain whole: nobody can append to a log after its seal, whatever they listed before.
-    """
-    logs = _logs(account, layout, model)
-    if not logs:
-        account.append_open(layout.audit, layout.audit_log(model, 1))
-        return
-    number, size = logs[-1]
-    if size > _ROTATE and not _tail(account, layout, model).sealed:
-        append(account, layout, model=model, action="seal", phase="done", may_create=False)
-    if size > _ROTATE or (size and _tail(account, layout, model).sealed):
-        account.append_open(layout.audit, layout.audit_log(model, number + 1))
 
 
 def append(
@@ -97,24 +80,21 @@ def append(
     key: SigningKey | None = None,
     detail: dict[str, Any] | None = None,
     may_create: bool = True,
+    tries: int = _TRIES,
 ) -> dict[str, Any]:
     """Add one record and return it. Raises REGISTRY-AUDIT-CONTENTION after bounded tries.
 
     subject  digest of what the action writes (approval, channel), so that exactly that can be found later.
     """
-    if may_create:
-        open_log(account, layout, model)
     base = {
         "format": FORMAT, "action": action, "phase": phase, "model": model, "version": version, "manifest": manifest, "subject": subject,
         "at": now_iso(), "identity": account.identity, "detail": detail or {}, "nonce": f"{random.getrandbits(64):016x}",
     }  # fmt: skip
     last: StorageError | None = None
-    for attempt in range(_TRIES):
-        tail = _tail(account, layout, model)
-        if tail.sealed:
-            if not may_create:
-                raise _no_log(account, layout, model)
-            open_log(account, layout, model)
+    for attempt in range(tries):
+        tail = _tail(account, layout, model, may_create)
+        if may_create and tail.size > _ROTATE and action != "seal":
+            append(account, layout, model=model, action="seal", phase="done")
             continue
         body = base | {"seq": tail.seq + 1, "prev": tail.prev}
         line = key.sign(body) if key else canonical_json(_with_check(body | {"key": "", "signature": ""}))
@@ -126,12 +106,12 @@ def append(
             if e.code not in ("STORAGE-PRECONDITION", "STORAGE-CONFLICT"):
                 raise
             last = e
-        if line == _tail(account, layout, model).last:  # our own retry met our own success
+        if line == _tail(account, layout, model, may_create).last:  # our own retry met our own success
             return record
         time.sleep(random.uniform(0, min(0.5, 0.01 * 2**attempt)))
     raise DynamoBlobError(
         "REGISTRY-AUDIT-CONTENTION", "the audit record of the model is written by too many at once", where=layout.audit_log(model, 1),
-        why=f"{_TRIES} tries; last: {last.code if last else ''}", do="try again",
+        why=f"{tries} tries; last: {last.code if last else ''}", do="try again",
     )  # fmt: skip
 
 
@@ -200,14 +180,18 @@ def _logs(account: Account, layout: Layout, model: str) -> list[tuple[int, int]]
     return sorted(found)
 
 
-def _tail(account: Account, layout: Layout, model: str) -> _Tail:
+def _tail(account: Account, layout: Layout, model: str, may_create: bool) -> _Tail:
+    """Where to append. A log closed by a *seal* record is followed by the next, created if `may_create`.
+
+    The seal is what keeps the chain whole: nobody can append after it, whatever they listed before.
+    """
     logs = _logs(account, layout, model)
     if not logs:
-        raise _no_log(account, layout, model)
+        return _new_log(account, layout, model, 1, may_create)
     number, size = logs[-1]
     name = layout.audit_log(model, number)
     if size == 0 and number == 1:
-        return _Tail(name, 0, 0, _ROOT, b"", False)
+        return _Tail(name, 0, 0, _ROOT, b"")
     source, length = (number, size) if size else (number - 1, logs[-2][1])
     at = layout.audit_log(model, source)
     data = account.get(layout.audit, at, max(0, length - _TAIL), min(length, _TAIL))
@@ -215,8 +199,17 @@ def _tail(account: Account, layout: Layout, model: str) -> _Tail:
     r = signing.parse(
         last, code="REGISTRY-AUDIT-TAMPERED", what="the last audit record", where=account.uri(layout.audit, at)
     )
-    sealed = bool(size) and r.get("action") == "seal"
-    return _Tail(name, size, int(r["seq"]), signing.digest(last), last if size else b"", sealed)
+    if size and r.get("action") == "seal":
+        new = _new_log(account, layout, model, number + 1, may_create)
+        return _Tail(new.name, 0, int(r["seq"]), signing.digest(last), b"")
+    return _Tail(name, size, int(r["seq"]), signing.digest(last), last if size else b"")
+
+
+def _new_log(account: Account, layout: Layout, model: str, number: int, may_create: bool) -> _Tail:
+    if not may_create:
+        raise _no_log(account, layout, model)
+    account.append_open(layout.audit, layout.audit_log(model, number))
+    return _Tail(layout.audit_log(model, number), 0, 0, _ROOT, b"")
 
 
 def _no_log(account: Account, layout: Layout, model: str) -> DynamoBlobError:

@@ -43,6 +43,7 @@ from components.common.storage.account import Account
 from components.common.storage.errors import StorageError
 
 APPROVAL_FORMAT = "dynamo-blob.approval/1"
+_READ_TRIES = 6  # of recording a read among others that start at the same time: a start does not wait longer for it
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ def _record_read(account: Account, layout: Layout, stored: Stored, source: str, 
     try:
         audit.append(
             account, layout, model=stored.manifest.model, action="read", phase="done", version=stored.manifest.version, manifest=stored.digest,
-            subject=channel.digest if channel else "", detail=detail, may_create=False,
+            subject=channel.digest if channel else "", detail=detail, may_create=False, tries=_READ_TRIES,
         )  # fmt: skip
     except DynamoBlobError:
         return False  # the record is for people; not being able to write it must not stop serving

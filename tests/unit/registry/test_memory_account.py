@@ -52,7 +52,10 @@ def test_touch_and_delete_under_an_etag(account: tuple[MemoryAccount, str]) -> N
     assert outcome(lambda: a.touch(c, "x", old, "mark")) == "STORAGE-PRECONDITION"
     assert outcome(lambda: a.delete(c, "x", etag=old)) == "STORAGE-PRECONDITION"
     a.delete(c, "x", etag=new)
-    gone = {"STORAGE-NOT-FOUND", "STORAGE-PRECONDITION"}  # Azure says the first, Azurite the second: nobody may rely on either
+    gone = {
+        "STORAGE-NOT-FOUND",
+        "STORAGE-PRECONDITION",
+    }  # Azure says the first, Azurite the second: nobody may rely on either
     assert outcome(lambda: a.delete(c, "x", etag=new)) in gone
     assert outcome(lambda: a.touch(c, "x", new, "mark")) in gone
 
