@@ -16,6 +16,7 @@ from components.common.errors import DynamoBlobError
 from components.common.loading.inflight import InFlight
 from components.common.loading.mapped import MappedFile
 from components.common.loading.plan import RangeJob
+from components.common.loading.ranks import SharedFile
 from components.common.loading.report import Report
 from components.common.storage.errors import StorageError
 from components.common.storage.ranges import RangeReader
@@ -56,9 +57,11 @@ class Fetcher:
         self.gate, self.stopped, self.verify = gate, stopped, verify
         self._random = random.Random(seed)
 
-    def fetch(self, job: RangeJob, view: memoryview, mapped: MappedFile | None = None) -> None:
+    def fetch(self, job: RangeJob, view: memoryview, mapped: MappedFile | SharedFile | None = None) -> None:
         """`mapped`: the node cache's file that `view` lies in; the range is taken from there if it is right."""
         error = None
+        if isinstance(mapped, SharedFile):
+            return self._shared(job, view, mapped)
         if mapped is not None:
             error = self._from_cache(job, view, mapped)
             if error is None:
@@ -69,6 +72,27 @@ class Fetcher:
             if error is not None and e.code != "STORAGE-NOT-FOUND":
                 raise error from e  # the cache was wrong or lost, and the store does not answer
             raise
+
+    def _shared(self, job: RangeJob, view: memoryview, shared: SharedFile) -> None:
+        if shared.mine(job.index):
+            try:
+                self._with_retries(job, view)
+            except BaseException:
+                shared.failed(job.index)
+                raise
+            shared.verified(job.index)
+        elif shared.wait(job.index, self.deadline, self.stopped):
+            self.report.fetched("rank", len(view))
+        elif self.stopped():
+            raise Stopped
+        else:
+            raise DynamoBlobError(
+                "WEIGHTS-DEADLINE",
+                "another rank of this worker did not deliver in time",
+                where=job.file.path,
+                why=f"range {job.index}",
+                do="see that rank's error",
+            )
 
     def _from_cache(self, job: RangeJob, view: memoryview, mapped: MappedFile) -> DynamoBlobError | None:
         if not mapped.wait(job.index, self.deadline, self.stopped):

@@ -42,11 +42,13 @@ class BlobModelLoader(BaseModelLoader):
         """Nothing: weights never touch a disk here."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        from components.common.loading.ranks import from_vllm
         from components.common.loading.session import open_session
 
-        report = Report(self.weights.report)
+        ranks = from_vllm()
+        report = Report(self.weights.report if ranks is None or ranks.rank == 0 else "")
         try:
-            with open_session(self.weights, Path(model_config.model), report) as session:
+            with open_session(self.weights, Path(model_config.model), report, ranks=ranks) as session:
                 needed = {name for name, _ in model.named_parameters()}
                 loaded = model.load_weights(self._tensors(session, report))
                 if loaded is not None and model_config.quantization is None and (missing := needed - loaded):

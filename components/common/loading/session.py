@@ -15,6 +15,8 @@ from components.common.loading.fetch import Fetcher
 from components.common.loading.files import verify_small_files
 from components.common.loading.inflight import InFlight
 from components.common.loading.mapped import MappedFile, lease, local
+from components.common.loading.plan import weight_files
+from components.common.loading.ranks import Ranks, SharedFile, check_shared_budget, sweep
 from components.common.loading.report import Report
 from components.common.loading.resolve import Found, resolve
 from components.common.loading.stream import TensorStream, total_bytes
@@ -27,9 +29,13 @@ if TYPE_CHECKING:
 class Session:
     """`tensors()` may be called once."""
 
-    def __init__(self, config: WeightsConfig, resolved: Found, report: Report, *, verify: bool = True) -> None:
+    def __init__(
+        self, config: WeightsConfig, resolved: Found, report: Report, *, verify: bool = True, ranks: Ranks | None = None
+    ) -> None:
         self.config, self.resolved, self.report, self._verify = config, resolved, report, verify
         self._service_lost = False
+        self._ranks = ranks
+        self._deadline = time.monotonic() + config.deadline_s
 
     @property
     def manifest(self) -> Manifest:
@@ -37,7 +43,7 @@ class Session:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.config
-        deadline = time.monotonic() + c.deadline_s
+        deadline = self._deadline
         gate = InFlight(c.range_in_flight)
         fetcher = Fetcher(
             self.resolved.reader, c.release.container, self.report, retries=c.range_retries, range_s=c.range_deadline_s,
@@ -47,13 +53,13 @@ class Session:
             self.manifest, fetcher, gate, self.report, budget=c.budget_bytes, deadline=deadline, place=self._place
         )
 
-    def _place(self, file: FileEntry) -> MappedFile | None:
+    def _place(self, file: FileEntry) -> MappedFile | SharedFile | None:
         """The file in the node cache, filled there once for all workers of the node; None = read Blob into own buffers."""
         found = self.resolved
         if found.offline:
             return local(self.config.cache_dir, file)
         if found.service is None or self._service_lost:
-            return None
+            return self._share(file)
         try:
             return lease(found.service, file)
         except ServiceGone as e:
@@ -62,11 +68,16 @@ class Session:
             self.report.add("service_lost")
         except DynamoBlobError as e:
             self.report.add(f"lease.{e.code}")
-        return None
+        return self._share(file)
+
+    def _share(self, file: FileEntry) -> SharedFile | None:
+        return SharedFile(file, self._ranks, self._deadline) if self._ranks else None
 
 
 @contextmanager
-def open_session(config: WeightsConfig, model_path: Path | None, report: Report) -> Iterator[Session]:
+def open_session(
+    config: WeightsConfig, model_path: Path | None, report: Report, *, verify: bool = True, ranks: Ranks | None = None
+) -> Iterator[Session]:
     """Resolve the release and verify the small files in `model_path` (None = no directory to verify)."""
     resolved = resolve(config, report)
     try:
@@ -77,6 +88,10 @@ def open_session(config: WeightsConfig, model_path: Path | None, report: Report)
         )
         if model_path is not None:
             report.fetched("local_small_files", verify_small_files(model_path, resolved.manifest))
-        yield Session(config, resolved, report)
+        if ranks is not None:
+            check_shared_budget(weight_files(resolved.manifest), ranks, config.budget_bytes)
+        yield Session(config, resolved, report, verify=verify, ranks=ranks)
     finally:
+        if ranks is not None:
+            sweep(ranks.directory, ranks.session)
         resolved.reader.close()

@@ -35,6 +35,7 @@ from components.common.loading.plan import (
     plan_file,
     weight_files,
 )
+from components.common.loading.ranks import SharedFile
 from components.common.loading.report import Report
 from components.common.loading.tensors import tensor_of
 from components.common.registry.manifest import FileEntry, Manifest, TensorEntry
@@ -48,7 +49,7 @@ class TensorStream:
 
     def __init__(
         self, manifest: Manifest, fetcher: Fetcher, gate: InFlight, report: Report, *, budget: int, deadline: float,
-        segment_bytes: int = SEGMENT_BYTES, place: Callable[[FileEntry], MappedFile | None] | None = None,
+        segment_bytes: int = SEGMENT_BYTES, place: Callable[[FileEntry], MappedFile | SharedFile | None] | None = None,
     ) -> None:  # fmt: skip
         check_index(manifest)
         check_budget(manifest, budget)
@@ -56,7 +57,7 @@ class TensorStream:
         fetcher.stopped, fetcher.gate = self._stopped, gate
         self._budget, self._used = budget, 0
         self._place = place
-        self._placed: dict[str, MappedFile | None] = {}
+        self._placed: dict[str, MappedFile | SharedFile | None] = {}
         self._placing: set[str] = set()
         self._pool = BufferPool(spare_bytes=budget)
         self._changed = threading.Condition()
