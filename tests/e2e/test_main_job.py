@@ -63,7 +63,7 @@ async def test_a_stream_says_what_a_whole_answer_says(graph: Graph):
 async def test_a_client_that_leaves_frees_the_worker(graph: Graph):
     before = await graph.counters("decode-0")
     body = {
-        "model": graph.model, "stream": True, "max_tokens": 1500, "temperature": 0, "nvext": {"ignore_eos": True},
+        "model": graph.model, "stream": True, "max_tokens": 1500, "temperature": 0, "ignore_eos": True,
         "messages": [{"role": "user", "content": "Count from one to a thousand."}],
     }  # fmt: skip
     async with aiohttp.ClientSession() as http, http.post(graph.url + "/v1/chat/completions", json=body) as r:
