@@ -28,7 +28,7 @@ class HostCopyWorker(OffloadingWorker):
         pages = [(t.tensor.view(torch.int8), t.page_size_bytes) for t in kv_caches.tensors]
         self._device = [tensor.view(-1, size).numpy() for tensor, size in pages]
         self._host = [region.create_next_worker_view(size * blocks_per_chunk).numpy() for _, size in pages]
-        self._tensors = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
+        self._used = [_used(refs) for refs in kv_caches.group_data_refs]
         self._queue: queue.SimpleQueue[tuple[int, GPULoadStoreSpec, Any, bool] | None] = queue.SimpleQueue()
         self._done: deque[TransferResult] = deque()
         self._over: dict[int, threading.Event] = {}
@@ -92,14 +92,38 @@ class HostCopyWorker(OffloadingWorker):
             chunks = -(-(count + skip) // per)
             blocks, rows = device.block_ids[block_at : block_at + count], chunk_ids[chunk_at : chunk_at + chunks]
             block_at, chunk_at = block_at + count, chunk_at + chunks
-            for index in self._tensors[group]:
+            for index, used in self._used[group].items():
                 pages, cells = self._device[index], self._host[index]
                 size = pages.shape[1]
                 for i in range(count):
                     row, at = cells[rows[(i + skip) // per]], (i + skip) % per * size
                     if store:
-                        row[at : at + size] = pages[blocks[i]]
+                        row[at : at + used] = pages[blocks[i]][:used]
+                        row[at + used : at + size] = 0
                     else:
-                        pages[blocks[i]] = row[at : at + size]
-                nbytes += count * size
+                        pages[blocks[i]][:used] = row[at : at + used]
+                nbytes += count * used
+            if store:
+                self._blank(group, rows, skip, (skip + count) % per)
         return nbytes
+
+    def _blank(self, group: int, rows: Any, skip: int, tail: int) -> None:
+        """Zero what the group does not write of its rows: they held other chunks, perhaps another tenant's."""
+        for index, cells in enumerate(self._host):
+            size = self._device[index].shape[1]
+            if index not in self._used[group]:
+                for row in rows:
+                    cells[row] = 0
+                continue
+            if skip:
+                cells[rows[0]][: skip * size] = 0
+            if tail:
+                cells[rows[-1]][tail * size :] = 0
+
+
+def _used(refs: Any) -> dict[int, int]:
+    """Tensor -> bytes of a page that a cache group uses (from its start)."""
+    out: dict[int, int] = {}
+    for ref in refs:
+        out[ref.tensor_idx] = max(out.get(ref.tensor_idx, 0), ref.page_size_bytes)
+    return out
