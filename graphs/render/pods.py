@@ -291,6 +291,15 @@ def _tenants(p: Process) -> bool:
     return bool(config.get("tenants_file") or ((config.get("kv") or {}).get("settings") or {}).get("tenants_file"))
 
 
+def _tenants_secret(plan: Plan, p: Process) -> Manifest:
+    """The gateway sees salt keys; a worker only the file that names tenants and classes."""
+    secret: Manifest = {"secretName": f"{plan.graph}-tenants", "defaultMode": 0o440}
+    if p.component != "frontend":
+        name = p.config["kv"]["settings"]["tenants_file"].rpartition("/")[2] if p.config else ""
+        secret["items"] = [{"key": name, "path": name}]
+    return secret
+
+
 def _mounts(plan: Plan, p: Process) -> list[Manifest]:
     out: list[Manifest] = [{"name": name, "mountPath": path} for name, path in _run_dirs(plan, p).items()]
     if p.config_path:
@@ -312,10 +321,7 @@ def _volumes(plan: Plan, everyone: tuple[Process, ...]) -> list[Manifest]:
         for v in p.volumes:
             out[v.name] = _volume(v, cluster["cache_mode"] == "hostpath")
         if _tenants(p):
-            out["tenants"] = {
-                "name": "tenants",
-                "secret": {"secretName": f"{plan.graph}-tenants", "defaultMode": 0o440},
-            }
+            out["tenants"] = {"name": "tenants", "secret": _tenants_secret(plan, p)}
     return list(out.values())
 
 

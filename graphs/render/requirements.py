@@ -115,4 +115,6 @@ def warnings(plan: Plan) -> list[str]:
     })  # fmt: skip
     if loose:
         out.append(f"{', '.join(loose)}: the loader does not verify; admission refuses it in serving namespaces")
+    if set(plan.release["manifest_digest"]) == {"0"}:
+        out.append("model.manifest_digest is a placeholder: no such release will be found")
     return out
