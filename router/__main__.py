@@ -50,10 +50,14 @@ async def serve(config: RouterConfig) -> None:
             "pools": pools, "bookings": len(decider.bookings),
         }  # fmt: skip
 
+    async def audit() -> dict[str, Any]:
+        """The prefill pool only: decode workers answer no dump."""
+        return {prefill.component: {str(w): n for w, n in (await prefill.held()).items()}} if prefill else {}
+
     lines = LineServer(decider)
     runner: web.AppRunner | None = None
     if config.http or not config.listen.startswith("unix:"):
-        runner = web.AppRunner(http_app(decider, status), access_log=None)
+        runner = web.AppRunner(http_app(decider, status, audit), access_log=None)
         await runner.setup()
         for address in dict.fromkeys(a for a in (config.http, config.listen) if a and not a.startswith("unix:")):
             host, _, port = address.removeprefix("tcp:").rpartition(":")

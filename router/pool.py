@@ -68,6 +68,15 @@ class Pool:
             out[worker] = max(out.get(worker, Overlap()), overlap)
         return out
 
+    async def held(self) -> dict[int, int]:
+        """{worker: distinct blocks the index says it holds}, over all tiers. Walks the whole index: for audits."""
+        out: dict[int, set[int]] = {}
+        for item in await self.dump():
+            stored = item["event"]["data"].get("stored") if isinstance(item["event"]["data"], dict) else None
+            if stored:
+                out.setdefault(int(item["worker_id"]), set()).update(b["block_hash"] for b in stored["blocks"])
+        return {worker: len(blocks) for worker, blocks in out.items()}
+
     async def dump(self) -> list[dict[str, Any]]:
         """Every event that would rebuild the index; for audits, not for the request path."""
         return list(json.loads(await self.index.dump_events())) if self.index is not None else []

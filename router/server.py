@@ -110,8 +110,8 @@ async def _clear(path: str) -> None:
     )
 
 
-def http_app(decider: Decider, status: Any) -> web.Application:
-    """/health, /metrics, /status; and /v1/decide, /v1/note for clusters. `status()` gives the JSON of /status."""
+def http_app(decider: Decider, status: Any, audit: Any = None) -> web.Application:
+    """/health, /metrics, /status, /audit (blocks the index holds per worker; slow); and /v1/decide, /v1/note for clusters. `status()` gives the JSON of /status."""
     app = web.Application(client_max_size=LINE_LIMIT)
 
     async def health(_: web.Request) -> web.Response:
@@ -136,7 +136,11 @@ def http_app(decider: Decider, status: Any) -> web.Application:
             return web.json_response({"code": "ROUTER-BAD-MESSAGE", "what": str(e).splitlines()[0]}, status=400)
         return web.Response(status=204)
 
+    async def audited(_: web.Request) -> web.Response:
+        return web.json_response(await audit() if audit else {})
+
     app.router.add_get("/health", health)
+    app.router.add_get("/audit", audited)
     app.router.add_get("/status", lambda _: _json(status()))
     app.router.add_get("/metrics", metrics)
     app.router.add_post("/v1/decide", decide)

@@ -26,6 +26,7 @@ class Record:
     named: int | None = None
     """Prefill worker the router named and the gateway pinned on the try that was answered."""
     overlap_blocks: int = 0
+    asked: bool = False
     pin: str = ""
     """pinned | no-router | late | none | unsure: why there is (no) pin."""
     served_prefill: int | None = None

@@ -12,7 +12,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -158,35 +158,29 @@ class Gateway:
         if salt:
             body["cache_salt"] = salt
         started = time.perf_counter()
-        decision = await self._decide(path, body, salt, record)
-        self.metrics.decide.observe(time.perf_counter() - started)
-        asked = record.pin in ("pinned", "late", "none")
-        if self.config.trace_share >= 1 or (self.config.trace_share and random.random() < self.config.trace_share):
-            sanitize.ask_worker_ids(body)
-        headers = sanitize.passed_headers(request.headers) | {"content-type": "application/json"}
-        if decision is not None:
-            headers |= loadplan.header(decision)
-        first = partial(self._first, record, started, asked)
         try:
-            return await self.relay.run(
-                request, Outgoing(path, sanitize.encode(body), headers, record.named), record, first
-            )
-        finally:
-            if asked and self.asker:
-                self.asker.note(
-                    Note(
-                        op="done",
-                        rid=record.request_id,
-                        served=record.served_prefill,
-                        cached_tokens=record.cached_tokens,
-                    )
-                )
+            decision = await self._decide(path, body, salt, record)
+            self.metrics.decide.observe(time.perf_counter() - started)
+            if self.config.trace_share >= 1 or (self.config.trace_share and random.random() < self.config.trace_share):
+                sanitize.ask_worker_ids(body)
+            headers = sanitize.passed_headers(request.headers) | {"content-type": "application/json"}
+            if decision is not None:
+                headers |= loadplan.header(decision)
+            out = Outgoing(path, sanitize.encode(body), headers, record.named)
+            return await self.relay.run(request, out, record, partial(self._first, record, started))
+        finally:  # also for a client that left while the router was deciding
+            self._note(record, "done")
 
-    def _first(self, record: Record, started: float, asked: bool) -> None:
+    def _note(self, record: Record, op: Literal["first", "done"]) -> None:
+        """Tell the router, if it was asked: what it booked for a request ends with the request."""
+        if record.asked and self.asker:
+            known = {"served": record.served_prefill, "cached_tokens": record.cached_tokens} if op == "done" else {}
+            self.asker.note(Note(op=op, rid=record.request_id, **known))
+
+    def _first(self, record: Record, started: float) -> None:
         record.ttft_ms = (time.perf_counter() - started) * 1e3
         self.metrics.first_byte.observe(record.ttft_ms / 1e3)
-        if asked and self.asker:
-            self.asker.note(Note(op="first", rid=record.request_id))
+        self._note(record, "first")
 
     async def _read(self, request: web.Request, limit: int) -> bytes:
         if request.content_type != "application/json":
@@ -235,6 +229,7 @@ class Gateway:
         if self.asker is None:
             record.pin = "no-router"
             return None
+        record.asked = True
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 0
         decision = await self.asker.decide(record.request_id, ids, salt, most if type(most) is int and most > 0 else 0)
         if decision is None:

@@ -135,7 +135,11 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
     out = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        if (
+            not isinstance(call, dict)
+            or not isinstance(function, dict)
+            or not isinstance(function.get("arguments"), str)
+        ):
             return None
         try:
             arguments = json.loads(function["arguments"])

@@ -225,3 +225,13 @@ async def test_the_load_plan_travels_as_a_header(tmp_path: Path) -> None:
             "max_load_tokens": 256,
             "kv_load_tiers": [],
         }
+
+
+async def test_a_client_that_leaves_while_the_router_decides_leaves_no_booking(tmp_path: Path) -> None:
+    async with Stage(tmp_path, router=True) as s:
+        s.router.delay_s = None
+        task = asyncio.create_task(s.chat())
+        asked = await s.router.wait_for("decide")
+        task.cancel()
+        assert (await s.router.wait_for("done"))["rid"] == asked["rid"]
+        assert not s.frontend.seen
