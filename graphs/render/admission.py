@@ -40,7 +40,7 @@ def _all(path: str, inner: str) -> str:
 
 
 _PINNED = f"c.image.matches('{DIGEST}')"
-_IS = "[ \n\t]*:[ \n\t]*"
+_IS = r"[ \n\r\t]*:[ \n\r\t]*"
 """Between a JSON key and its value, however it was written."""
 _PLANS = f"!has(object.metadata.labels) || !('{PLAN_LABEL}' in object.metadata.labels) || !has(object.data)"
 
