@@ -16,10 +16,11 @@ def test_a_slow_store_costs_its_deadline_once_then_the_breaker_spares_the_rest(m
     assert reader.hit(reader.request(chunks=chunks), chunks) == 0
     first = time.monotonic() - began
     assert first < 3
-    for i in range(2):
+    i = 0
+    while reader.tier._opened.transport("default").available(False):
+        assert (i := i + 1) < 10, "the breaker does not open"
         more = names(4, f"more{i}")
         assert reader.hit(reader.request(chunks=more), more) == 0
     began = time.monotonic()
     assert reader.hit(reader.request(chunks=names(4, "other")), names(4, "other")) == 0
     assert time.monotonic() - began < 0.1, "an open breaker answers at once"
-    assert not reader.tier._opened.transport("default").available(False)

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import TierFilter
 
 from components.common.errors import DynamoBlobError
-from components.common.kv import hooks
+from components.common.kv import hooks, leased
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.layouts import check_config, check_groups, describe_groups
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
+
+leased.install()
 
 _HEX = re.compile(r"^[0-9a-f]{32,}$")
 

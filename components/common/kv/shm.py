@@ -55,5 +55,6 @@ def _mapped_inodes(proc: Path) -> set[int] | None:
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended meanwhile
         except PermissionError:
-            return None
+            if entry.name != "1":  # init of a container: never an engine
+                return None
     return out
