@@ -1,6 +1,6 @@
 """A stand-in for a component: answers /health, obeys SIGTERM, may start a helper or hold shared memory. Standard library only.
 
-python -S stub_process.py PORT [--ready-after S] [--helper] [--shm NAME] [--exit CODE] [--drain S] [--stubborn]
+python -S stub_process.py PORT [--ready-after S] [--ready-when FILE] [--helper] [--shm NAME] [--exit CODE] [--drain S] [--stubborn]
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def serve(args: argparse.Namespace) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             ready = time.monotonic() - began >= args.ready_after
+            ready = ready and (not args.ready_when or os.path.exists(args.ready_when))
             self.send_response(200 if ready else 503)
             self.end_headers()
             self.wfile.write(b"{}" if ready else b'{"why": "still loading"}')
@@ -58,6 +59,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--ready-after", type=float, default=0.0)
+    parser.add_argument("--ready-when", default="", help="a file that must exist")
     parser.add_argument("--helper", action="store_true")
     parser.add_argument("--shm", default="")
     parser.add_argument("--exit", type=int)
