@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
-from components.common.storage.azurite import served
+from graphs.launch import store
 from graphs.launch.http import ask
 from graphs.launch.session import Session
 from graphs.launch.table import phase_table
@@ -83,7 +83,7 @@ async def _ask_and_prove(session: Session, question: str) -> dict[str, Any]:
     pids = {name: child.pid for name, child in supervisor.children.items()}
     result: dict[str, Any] = {
         "answer": answer, "question": question, "graph": plan.graph, "engine": plan.engine_kind, "phases": supervisor.phases, "run_dir": plan.run_dir,
-        "weights": weights_proof(plan), "kv": await _kv_proof(plan, before, pids), "router": router_proof(plan, record, await _instances(plan)),
+        "weights": weights_proof(plan, session.store_records), "kv": await _kv_proof(plan, before, pids), "router": router_proof(plan, record, await _instances(plan)),
     }  # fmt: skip
     result["failed"] = [f.as_json() for f in findings(plan, result)]
     return result
@@ -127,8 +127,8 @@ async def _question(plan: Plan, question: str) -> tuple[str, dict[str, Any]]:
 # -- weights
 
 
-def weights_proof(plan: Plan) -> dict[str, Any]:
-    """Every worker's loader report summed up, and what the store says it sent."""
+def weights_proof(plan: Plan, first: int = 0) -> dict[str, Any]:
+    """Every worker's loader report, and what the store says it sent after its first `first` requests (publishing reads too)."""
     reports = {}
     for p in workers(plan):
         path = Path((p.config or {}).get("weights", {}).get("report", ""))
@@ -136,11 +136,12 @@ def weights_proof(plan: Plan) -> dict[str, Any]:
             reports[p.name] = json.loads(path.read_text())
         except (OSError, ValueError):
             reports[p.name] = {}
-    log = Path(plan.run_dir) / "logs" / "azurite.access.jsonl"
     return {
         "manifest_bytes": max((r.get("manifest_bytes", 0) for r in reports.values()), default=0),
         "verified_bytes": min((r.get("verified_bytes", 0) for r in reports.values()), default=0),
-        "store_bytes": served(log, path_contains="/objects/") if any(s.embedded for s in plan.storage) else None,
+        "store_bytes": store.sent_since(plan.run_dir, first, "/objects/")
+        if any(s.embedded for s in plan.storage)
+        else None,
         "workers": {
             n: {k: r.get(k) for k in ("manifest_bytes", "verified_bytes", "bytes_by_source", "seconds", "retries")}
             for n, r in reports.items()
@@ -280,7 +281,11 @@ def findings(plan: Plan, result: dict[str, Any]) -> list[Finding]:
                 )
             )
     if {"prefill", "decode"} <= roles and plan.engine_kind == "vllm":
-        if kv["nixl_bytes"] <= 0 or kv["nixl_failed_transfers"] or kv["decode_prefilled_tokens"] > HANDED_OVER_MOST * max(1, kv["decode_requests"]):
+        if (
+            kv["nixl_bytes"] <= 0
+            or kv["nixl_failed_transfers"]
+            or kv["decode_prefilled_tokens"] > HANDED_OVER_MOST * max(1, kv["decode_requests"])
+        ):
             out.append(
                 Finding(
                     "KV-HANDOVER-RECOMPUTED",

@@ -25,7 +25,6 @@ OWNED = (
     "enforce_eager",
     "seed",
     "tokenizer",
-    "trust_remote_code",
     "download_dir",
 )
 
@@ -92,6 +91,7 @@ def owned(c: Context) -> Iterator[Finding]:
                     c.engine_place(worker, "extra"),
                     "set behind the plan's back, checks and renderers would not see it",
                     "use the named setting, or leave it out",
+                    "warning" if c.spec.engine.allow_unverified else "error",
                 )
 
 

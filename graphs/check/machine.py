@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from graphs.check.base import Context, kib
 from graphs.check.storage import loopback
 from graphs.load import Finding
+from graphs.plan import Process
 from graphs.site import LOCAL_REPLICAS
 from graphs.spec import ComponentSpec
 
@@ -52,6 +53,7 @@ def environment(c: Context) -> Iterator[Finding]:
                     where,
                     f"component {name}: set behind the plan's back it would disagree with what other components were told",
                     "use the graph's own setting",
+                    "warning" if c.spec.engine.allow_unverified else "error",
                 )
 
 
@@ -106,7 +108,7 @@ def exposure(c: Context) -> Iterator[Finding]:
 
 def planes(c: Context) -> Iterator[Finding]:
     r = c.spec.runtime
-    if r.discovery == "kubernetes":
+    if r.discovery == "kubernetes" and c.spec.storage.embedded == "azurite":
         yield Finding(
             "CHECK-PLANE",
             "discovery: kubernetes",
@@ -166,14 +168,22 @@ def replicas(c: Context) -> Iterator[Finding]:
             )
 
 
+def on_one_node(c: Context) -> list[Process]:
+    """What one machine must hold at least: everything locally; in a cluster the largest worker beside a weight service."""
+    every = list(c.plan.processes)
+    if c.spec.runtime.discovery != "kubernetes":
+        return every
+    workers = [p for p in every if p.component in ("prefill", "decode", "aggregated")]
+    largest = max(workers, key=lambda p: (p.gpus, p.memory_bytes), default=None)
+    return [p for p in every if p.name == "weights-0"] + ([largest] if largest else [])
+
+
 def memory(c: Context) -> Iterator[Finding]:
     """Cache + DRAM tier + engine against the node, and each limit against what the component needs."""
-    node = c.spec.node
-    need = sum(p.memory_bytes for p in c.plan.processes)
+    node, here = c.spec.node, on_one_node(c)
+    need = sum(p.memory_bytes for p in here)
     if node.memory and need > node.memory:
-        parts = ", ".join(
-            f"{p.name} {kib(p.memory_bytes)}" for p in sorted(c.plan.processes, key=lambda p: -p.memory_bytes)[:4]
-        )
+        parts = ", ".join(f"{p.name} {kib(p.memory_bytes)}" for p in sorted(here, key=lambda p: -p.memory_bytes)[:4])
         yield Finding(
             "CHECK-NODE-MEMORY",
             "the graph does not fit the node's memory",
@@ -181,7 +191,7 @@ def memory(c: Context) -> Iterator[Finding]:
             f"needs {kib(need)} ({parts}, …), the node has {kib(node.memory)}",
             "fewer replicas, smaller cache_bytes, dram_bytes or kv_cache_bytes",
         )
-    gpus = sum(p.gpus for p in c.plan.processes)
+    gpus = sum(p.gpus for p in here)
     if node.gpus and gpus > node.gpus:
         yield Finding(
             "CHECK-NODE-GPUS",
@@ -190,9 +200,7 @@ def memory(c: Context) -> Iterator[Finding]:
             f"the node has {node.gpus}",
             "fewer replicas or a smaller tensor_parallel_size",
         )
-    shm = sum(p.shm_bytes for p in c.plan.processes) + sum(
-        v.bytes for p in c.plan.processes for v in p.volumes if v.kind == "tmpfs"
-    )
+    shm = sum(p.shm_bytes + sum(v.bytes for v in p.volumes if v.kind == "tmpfs" and not v.read_only) for p in here)
     if node.shm and shm > node.shm:
         yield Finding(
             "CHECK-NODE-SHM",

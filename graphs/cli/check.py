@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from graphs.check import check_graph
 from graphs.load import Finding
@@ -20,6 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--strict", action="store_true", help="warnings fail too")
     parser.add_argument("--live", action="store_true", help="ask the storage accounts and planes too")
+    parser.add_argument("--state", type=Path, default=None, help="state directory of the running graph, for --live")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,15 +31,16 @@ def run(args: argparse.Namespace) -> int:
         if args.live and not any(f.severity == "error" for f in own):
             from graphs.check.live import check_live
 
-            own += check_live(path, args.set)
+            own += check_live(path, args.set, args.state)
         findings += own
+    warnings = [f for f in findings if f.severity == "warning"]
     errors = [f for f in findings if f.severity == "error"]
     if args.json:
         print(json.dumps({"findings": [f.as_json() for f in findings], "errors": len(errors)}, indent=1))
     else:
         for f in findings:
-            print(f"{'' if f.severity == 'error' else 'warning '}{f.as_error()}\n")
+            print(f"{'' if f.severity == 'error' else f.severity + ' '}{f.as_error()}\n")
         print(
-            f"{len(args.graph)} graph{'s' if len(args.graph) > 1 else ''}: {len(errors)} errors, {len(findings) - len(errors)} warnings"
+            f"{len(args.graph)} graph{'s' if len(args.graph) > 1 else ''}: {len(errors)} errors, {len(warnings)} warnings"
         )
-    return 1 if errors or (args.strict and findings) else 0
+    return 1 if errors or (args.strict and warnings) else 0

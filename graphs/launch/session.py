@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError, nearest
+from graphs.check import check_loaded
 from graphs.compile import compile_plan
 from graphs.launch import control, runs, store
 from graphs.launch.preflight import preflight
@@ -32,11 +33,19 @@ class Session:
         self.began = time.monotonic()
         self.path, self.sets, self.state, self.view = graph_path, list(sets), state, view
         self.graph: Graph = read_graph(graph_path, sets)
+        raise_first([f for f in check_loaded(self.graph) if f.severity == "error"])
+        if self.graph.spec.runtime.discovery == "kubernetes":
+            raise DynamoBlobError(
+                "LAUNCH-CLUSTER-GRAPH", "this graph is for a cluster", where=self.graph.place("runtime", "discovery"),
+                do="render it (`dynamo render`), or serve one of graphs/*.yaml",
+            )  # fmt: skip
         self.lock: runs.Lock | None = None
         self.supervisor: Supervisor | None = None
         self.site: Site | None = None
         self.phases: list[dict[str, Any]] = []
         self.planned = asyncio.Event()
+        self.store_records = 0
+        """Requests the store had served when publishing ended: what comes after is serving."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._interrupted = 0
 
@@ -131,6 +140,7 @@ class Session:
                 start = time.monotonic()
                 await asyncio.to_thread(store.ensure_containers, self.graph, self.site)
                 release = await asyncio.to_thread(store.publish_missing, self.graph, self.site, self.view.say)
+                self.store_records = store.records(self.site)
                 supervisor.phases.append(
                     {
                         "name": "publish",
@@ -205,6 +215,7 @@ class Session:
             f"components.{component}.replicas={replicas}"
         ]
         graph, before = read_graph(self.path, sets), self.graph
+        raise_first([f for f in check_loaded(graph) if f.severity == "error"])
         if getattr(graph.spec.components, component) is None or getattr(before.spec.components, component) is None:
             raise DynamoBlobError("LAUNCH-SCALE", f"the graph has no component '{component}'", where=self.path)
         if replicas < 1:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from components.common.registry.publish import publish_directory
 from components.common.registry.release import resolve
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
-from components.common.storage.azurite import ensure_key
+from components.common.storage.azurite import ensure_key, log_records
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Grant, Role, SasIssuer
 from graphs.launch.runs import REPOSITORY, write_json
@@ -252,6 +253,21 @@ def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
     )
     remember(graph, site, release)
     return release
+
+
+def access_log(run_dir: Path | str) -> Path:
+    return Path(run_dir) / "logs" / "azurite.access.jsonl"
+
+
+def records(site: Site) -> int:
+    """Requests the embedded store has answered so far in this run."""
+    return sum(1 for _ in log_records(access_log(site.run)))
+
+
+def sent_since(run_dir: Path | str, first: int, path_contains: str) -> int:
+    """Body bytes of GETs that left the store after its first `first` requests."""
+    later = islice(log_records(access_log(run_dir)), first, None)
+    return sum(int(str(r["body"])) for r in later if r["method"] == "GET" and path_contains in str(r["path"]))
 
 
 def foreign(spec: GraphSpec) -> bool:
