@@ -89,7 +89,10 @@ class BlobTransport(Transport):
             return
 
         def answer(found: dict[str, bool | None]) -> None:
-            known(found if True in found.values() or self._told_apart() else dict.fromkeys(names))
+            values = set(found.values())
+            if False in values and True not in values and not self._told_apart():
+                found = dict.fromkeys(names)
+            known(found)
 
         self._queries.ask(names, deadline, answer)
 
