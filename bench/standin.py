@@ -10,6 +10,7 @@ authentication, no listing. It measures clients; Azurite is the reference for be
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -100,6 +101,11 @@ class StandIn:
                 self.requests += 1
                 if ".." in name.split("/"):
                     return
+                if target == "/__served__":
+                    with self._lock:
+                        body = json.dumps(dict(self.served)).encode()
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                    continue
                 if method == "PUT":
                     buffer = self._put(connection, name, fields, buffer)
                 else:

@@ -24,6 +24,9 @@ from components.weights.cache import Entry, NodeCache
 log = logging.getLogger("dynamo_blob.weights")
 
 
+_STOP_S = 2.0
+
+
 class RangePeers(Protocol):
     """Other weight services, asked before Blob."""
 
@@ -69,8 +72,9 @@ class Filler:
         self._stop.set()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(5)
+        end = time.monotonic() + _STOP_S
+        for thread in self._threads:  # daemons: one that waits for a peer does not hold up the exit
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while not self._stop.is_set():

@@ -56,6 +56,7 @@ class Peers:
         self._mine: dict[tuple[str, int], Literal["claiming", "fetching"]] = {}
         self._theirs: dict[tuple[str, int], tuple[str, float]] = {}
         self._absent: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
         self.marked: dict[str, str] = {}
 
     def order(self, file: FileEntry, ranges: list[int]) -> list[int]:
@@ -159,8 +160,12 @@ class Peers:
             log.error("peer %s %s: not asked again", peer, self.marked[peer])
             return False
         self.report.fetched("peer", len(view))
+        self._failures.pop(peer, None)
         return True
 
     def _leave_out(self, peer: str, seconds: float) -> None:
+        """Each time in a row twice as long: a peer that hangs costs a few waits, not one per range."""
         with self._lock:
-            self._absent[peer] = time.monotonic() + seconds
+            self._failures[peer] = self._failures.get(peer, 0) + 1
+            wait = min(_MARK_S, seconds * 2 ** (self._failures[peer] - 1))
+            self._absent[peer] = max(self._absent.get(peer, 0.0), time.monotonic() + wait)

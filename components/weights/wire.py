@@ -125,7 +125,7 @@ class Wire:
 
     def close(self) -> None:
         self._commands.put(None)
-        self._thread.join(5)
+        self._thread.join(2)
 
     def _run(self) -> None:
         try:
