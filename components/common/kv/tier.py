@@ -35,9 +35,10 @@ from components.common.errors import DynamoBlobError
 from components.common.kv import hooks, metrics
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.index import Index, MemoryIndex
-from components.common.kv.keys import PUBLIC, Namespace, object_name
+from components.common.kv.keys import PUBLIC, object_name
 from components.common.kv.lookups import Lookups
 from components.common.kv.mover import Mover, Reason, Unit
+from components.common.kv.namespaces import namespaces_of
 from components.common.kv.objects import Codec
 from components.common.kv.opened import Opened, open_tier
 from components.common.transfer.base import Transport
@@ -49,6 +50,7 @@ TENANT, CLASS = "tenant", "class"
 
 _ANNOUNCED = 1 << 16
 _STATUS_S = 1.0
+_STATS_S = 0.25
 
 
 class _Request:
@@ -127,7 +129,7 @@ class DynamoBlobTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = [] if events.enable_kv_cache_events else None
         self.counts: Counter[tuple[str, str]] = Counter()
         self._stats = metrics.Recorder(f"{tier_type}:{store}")
-        self._status_due = 0.0
+        self._status_due = self._stats_due = 0.0
         self._lookups.found = self._found
 
     # ---- requests
@@ -314,9 +316,8 @@ class DynamoBlobTier(SecondaryTierManager):
     def _finish(self, job_id: int, job: _Job) -> None:
         del self._jobs[job_id]
         if job.load:
-            complete = len(job.good) == job.total
-            nbytes = job.total * self.block_size_bytes if complete else job.nbytes
-            hooks.note_load(job.request, self.store, nbytes, job.ended - job.began, job.queued, complete)
+            asked, arrived = job.total * self.block_size_bytes, len(job.good) * self.block_size_bytes
+            hooks.note_load(job.request, self.store, asked, arrived, job.ended - job.began, job.queued)
         self._over.append(
             JobResult(
                 job_id, len(job.good) == job.total, tuple(job.good) or None, time.monotonic() - job.began, job.nbytes
@@ -379,6 +380,11 @@ class DynamoBlobTier(SecondaryTierManager):
         return metrics.definitions()
 
     def get_stats(self) -> Any:
+        """Asked every step; answered a few times a second, so that a decode step does not pay for it."""
+        now = time.monotonic()
+        if now < self._stats_due:
+            return None
+        self._stats_due = now + _STATS_S
         return self._stats.take(self._lookups.reasons, self.counts, self._mover, self._opened.stats())
 
     # ---- end
@@ -397,31 +403,3 @@ class DynamoBlobTier(SecondaryTierManager):
         self._rows = np.empty((0, 0), np.uint8)  # the DRAM tier cannot be unmapped under a view
         if not drained:
             raise DynamoBlobError("KV-SHUTDOWN", f"{self._mover.live} chunks are still under way", where=self.tier_type)
-
-
-def namespaces_of(spec: Any, row_bytes: int) -> dict[int, Namespace]:
-    """One namespace per cache group, from what the connector left in the spec's extra_config."""
-    seen = spec.extra_config.get("dynamo_blob")
-    if not seen:
-        raise DynamoBlobError(
-            "KV-CONNECTOR", "the KV tier needs its own connector", why="kv_connector is not DynamoBlobConnector",
-            do="build kv_transfer_config with components.common.kv.build",
-        )  # fmt: skip
-    parallel = spec.config.parallel
-    return {
-        group.group_id: Namespace(
-            weights_digest=seen["weights_digest"],
-            engine_version=seen["engine_version"],
-            platform=seen["platform"],
-            layout=str(spec.config.kv_cache_layout),
-            group=seen["groups"][group.group_id],
-            dtype=spec.config.model.dtype,
-            tokens_per_block=group.tokens_per_block,
-            tokens_per_chunk=group.tokens_per_block * spec.blocks_per_chunk,
-            row_bytes=row_bytes,
-            parallel=f"tp{parallel.tp_size}.pp{parallel.pp_size}.pcp{parallel.pcp_size}.dcp{parallel.dcp_size}",
-            hash_algorithm=seen["hash_algorithm"],
-            hash_seed=seen["hash_seed"],
-        )
-        for group in spec.config.groups
-    }
