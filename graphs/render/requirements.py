@@ -30,7 +30,7 @@ def findings(plan: Plan) -> list[Finding]:
                 "add `cluster:` to the graph, or pass --cluster FILE (deploy/cluster.example.yaml)",
             )
         ]  # fmt: skip
-    return _release(plan) + _gateway(plan) + _times(plan) + _identities(plan)
+    return _release(plan) + _gateway(plan) + _times(plan) + _identities(plan) + _planes(plan)
 
 
 def _release(plan: Plan) -> list[Finding]:
@@ -104,6 +104,23 @@ def _identities(plan: Plan) -> list[Finding]:
                     )
                 )
     return out
+
+
+def _planes(plan: Plan) -> list[Finding]:
+    for process in plan.processes:
+        for key in ("ETCD_ENDPOINTS", "NATS_SERVER"):
+            url = process.env.get(key, "")
+            if any(host in url for host in ("127.0.0.1", "localhost", "[::1]")):
+                return [
+                    Finding(
+                        "RENDER-PLANE-LOOPBACK",
+                        f"{key} is an address of one machine",
+                        f"{plan.source}: runtime",
+                        f"{process.name} would look for {url} in its own pod",
+                        "name the service of the cluster in runtime.etcd_url, runtime.nats_url",
+                    )
+                ]
+    return []
 
 
 def warnings(plan: Plan) -> list[str]:

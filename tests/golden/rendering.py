@@ -21,6 +21,14 @@ LOCAL = (
 """What a graph for one machine leaves open: keys instead of an open gateway, and the release by digest."""
 
 
+PLANES = {
+    "mock-cluster": (
+        "runtime.etcd_url=http://etcd.dynamo-system:2379",
+        "runtime.nats_url=nats://nats.dynamo-system:4222",
+    )
+}
+
+
 def graph_files() -> list[Path]:
     """Every shipped graph that is not one of somebody's in the making."""
     return sorted(p for d in ("graphs", "graphs/aks") for p in (ROOT / d).glob("*.yaml"))
@@ -36,7 +44,11 @@ def plan_of(graph: Path, *sets: str, cluster: Path = CLUSTER) -> Plan:
     here = os.getcwd()
     os.chdir(ROOT)  # a plan names its graph as the user did: relative
     try:
-        return cluster_plan(str(graph.relative_to(ROOT)), [*(LOCAL if is_local(graph) else ()), *sets], cluster)
+        return cluster_plan(
+            str(graph.relative_to(ROOT)),
+            [*(LOCAL if is_local(graph) else ()), *PLANES.get(graph.stem, ()), *sets],
+            cluster,
+        )
     finally:
         os.chdir(here)
 
