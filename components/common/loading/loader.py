@@ -75,9 +75,17 @@ class BlobModelLoader(BaseModelLoader):
     def _tensors(self, session: Any, report: Report) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything the release holds; the generator runs to its end, so every byte is verified before we are ready."""
         began = time.monotonic()
-        for name, tensor in session.tensors():
+        for name, tensor in _on_device(session):
             if not report.counts["tensors"]:
                 report.set(first_tensor_s=round(time.monotonic() - began, 4))
             report.set(last_tensor=name)
             yield name, tensor
         report.set(all_tensors_s=round(time.monotonic() - began, 4))
+
+
+def _on_device(session: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if not torch.cuda.is_available():
+        return session.tensors()  # type: ignore[no-any-return]
+    from components.common.loading.cuda import Cuda, pin, staged
+
+    return staged(session.tensors(pin=pin), Cuda())

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ _HUGE = 2 * 2**20
 class BufferPool:
     """`spare_bytes`: idle buffers kept for reuse. Mapping and returning are thread-safe."""
 
-    def __init__(self, spare_bytes: int) -> None:
+    def __init__(self, spare_bytes: int, pin: Callable[[int, int], None] | None = None) -> None:
+        self._pin = pin  # called with address and size of each new mapping
         self._spare_bytes = spare_bytes
         self._lock = threading.Lock()
         self._idle: list[mmap.mmap] = []
@@ -47,6 +49,8 @@ class BufferPool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 region.madvise(mmap.MADV_HUGEPAGE)
+        if self._pin is not None:
+            self._pin(int(np.frombuffer(region, dtype=np.uint8).ctypes.data), len(region))
         return region
 
     def _back(self, region: mmap.mmap) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class Session:
     def manifest(self) -> Manifest:
         return self.resolved.manifest
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, pin: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.config
         deadline = self._deadline
         gate = InFlight(c.range_in_flight)
@@ -50,7 +50,14 @@ class Session:
             deadline=deadline, verify=self._verify,
         )  # fmt: skip
         yield from TensorStream(
-            self.manifest, fetcher, gate, self.report, budget=c.budget_bytes, deadline=deadline, place=self._place
+            self.manifest,
+            fetcher,
+            gate,
+            self.report,
+            budget=c.budget_bytes,
+            deadline=deadline,
+            pin=pin,
+            place=self._place,
         )
 
     def _place(self, file: FileEntry) -> MappedFile | SharedFile | None:

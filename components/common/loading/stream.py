@@ -49,7 +49,7 @@ class TensorStream:
 
     def __init__(
         self, manifest: Manifest, fetcher: Fetcher, gate: InFlight, report: Report, *, budget: int, deadline: float,
-        segment_bytes: int = SEGMENT_BYTES, place: Callable[[FileEntry], MappedFile | SharedFile | None] | None = None,
+        segment_bytes: int = SEGMENT_BYTES, pin: Callable[[int, int], None] | None = None, place: Callable[[FileEntry], MappedFile | SharedFile | None] | None = None,
     ) -> None:  # fmt: skip
         check_index(manifest)
         check_budget(manifest, budget)
@@ -59,7 +59,7 @@ class TensorStream:
         self._place = place
         self._placed: dict[str, MappedFile | SharedFile | None] = {}
         self._placing: set[str] = set()
-        self._pool = BufferPool(spare_bytes=budget)
+        self._pool = BufferPool(spare_bytes=budget, pin=pin)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._over = False
