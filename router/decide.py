@@ -37,10 +37,14 @@ class Decider:
         self._deciding: dict[str, bool] = {}
         self._predicted: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
+    def expect(self, rid: str) -> None:
+        """A question was received: a `done` that arrives before it is decided ends it, too."""
+        self._deciding.setdefault(rid, True)
+
     async def decide(self, q: Decide) -> Decision:
         """Never raises: no advice is an answer, with the reason in `error`."""
         started = time.perf_counter()
-        self._deciding[q.rid] = True
+        self.expect(q.rid)
         try:
             decision = await self._decide(q)
         except asyncio.CancelledError:

@@ -62,6 +62,7 @@ class LineServer:
                     self.decider.note(message)
                     continue
                 await room.acquire()
+                self.decider.expect(message.rid)
                 task = asyncio.create_task(self._answer(message, writer, room))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

@@ -100,3 +100,17 @@ async def test_a_router_nobody_runs_is_not_asked_on_every_request() -> None:
     assert await asker.decide("r", [1], "", 0) is None
     assert asker._pause_until > 0 and not asker.connected
     await asker.close()
+
+
+async def test_done_right_behind_its_question_leaves_no_booking(tmp_path: Path) -> None:
+    """Both lines arrive in one read: the note is handled before the question's task has begun."""
+    d = decider(FakePool(1))
+    server = LineServer(d)
+    listening = await server.start(str(tmp_path / "r.sock"))
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "r.sock"))
+    writer.write(b'{"op":"decide","n":1,"rid":"r","ids":[1,2,3]}\n{"op":"done","rid":"r"}\n')
+    assert json.loads(await asyncio.wait_for(reader.readline(), 5))["prefill"] == 1
+    assert len(d.bookings) == 0 and not d._deciding
+    writer.close()
+    listening.close()
+    await server.close()
