@@ -29,7 +29,7 @@ class Auto(Listener):
         return Act(decision.load_tokens, decision.deadline_s, probe)
 
     def fetched(self, event: Fetched) -> None:
-        self.policy.fetched("blob", event.nbytes, event.seconds, event.queued, event.complete)
+        self.policy.fetched("blob", event.nbytes, event.seconds, event.queued, event.arrived)
 
     def computed(self, event: Computed) -> None:
         self.policy.computed(event.tokens, event.start, event.seconds)

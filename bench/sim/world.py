@@ -102,7 +102,7 @@ class Fetched(NamedTuple):
     nbytes: int
     seconds: float
     queued: int
-    complete: bool
+    arrived: int
     probe: bool
 
 
@@ -205,7 +205,7 @@ def run(
             if cut:
                 nbytes = cut * engine.bytes_per_token
                 begins, ends, queued = ask(now, index, nbytes)
-                event = Fetched(index, nbytes, ends - now, queued, True, False)
+                event = Fetched(index, nbytes, ends - now, queued, nbytes, False)
                 if ends - now <= act.deadline:
                     push(ends, "loaded", index, (event, cut))
                 else:  # what passed the link until the deadline is there, in order; the link drops the rest
@@ -216,12 +216,12 @@ def run(
                     link_free = max(min(link_free, gave_up), begins)
                     on_link[-1] = (begins, link_free, int(nbytes * passed))
                     part = int(cut * passed) // 128 * 128
-                    push(gave_up, "loaded", index, (event._replace(seconds=act.deadline, complete=False), part))
+                    push(gave_up, "loaded", index, (event._replace(seconds=act.deadline, arrived=part * engine.bytes_per_token), part))
             else:
                 heapq.heappush(ready, (index, 0))
             if act.probe:
                 _, ends, queued = ask(now, index, act.probe)
-                push(ends, "probed", index, (Fetched(index, act.probe, ends - now, queued, True, True), 0))
+                push(ends, "probed", index, (Fetched(index, act.probe, ends - now, queued, act.probe, True), 0))
         elif kind in ("loaded", "probed"):
             event, part = what
             tell.fetched(event)

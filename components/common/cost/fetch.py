@@ -5,6 +5,8 @@ from __future__ import annotations
 from components.common.cost.config import TierPrior
 from components.common.cost.estimate import Estimate, Fit
 
+_GIVEN_UP = 10.0
+"""Times its deadline that a load given up counts as having taken at most: nothing arrived says only `slow`."""
 _REACH = 4.0
 """Bytes past the largest load seen, as a factor, that still count as measured: rate and latency are linear."""
 
@@ -70,10 +72,11 @@ class Fetch:
         if self._fit.observed > before:
             self._seen = max(self._seen, nbytes + queued)
 
-    def observe_at_least(self, nbytes: int, seconds: float, queued: int = 0) -> None:
-        """A load of `nbytes` was given up, unfinished, after `seconds`."""
+    def gave_up(self, nbytes: int, arrived: int, seconds: float, queued: int = 0) -> None:
+        """Of a load of `nbytes` only `arrived` bytes were there after `seconds`: it would have taken that much longer."""
         if nbytes > 0:
-            self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds)
+            longer = min(_GIVEN_UP, nbytes / max(arrived, 1))
+            self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * max(longer, 1.0))
 
     def tick(self) -> None:
         self._fit.tick()

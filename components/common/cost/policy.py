@@ -94,7 +94,6 @@ class Policy:
             fetch.tick()
         self.prefill.tick()
         if not loads:
-            self.traffic.chose(compute.compute.mean, False)
             return Decision(0, compute, compute, math.inf, "nothing held", math.inf)
         key = (min((known.tokens - known.local).bit_length(), _SIZES), known.held[-1].tier)
         load = best(loads)
@@ -102,7 +101,6 @@ class Policy:
         if chosen.beyond or compute.beyond:
             self.ledger.beyond += 1
         loaded = chosen.cut > known.local
-        self.traffic.chose(chosen.compute.mean, loaded)
         self._streak[key] = self._streak.get(key, 0) + 1 if loaded else 0
         decision = Decision(
             chosen.cut - known.local,
@@ -118,16 +116,16 @@ class Policy:
             decision = decision._replace(probe=self._probe(known, decision))
         return decision
 
-    def fetched(self, tier: str, nbytes: int, seconds: float, queued: int = 0, complete: bool = True) -> None:
-        """A load from `tier` ended: complete after `seconds`, or given up then."""
+    def fetched(self, tier: str, nbytes: int, seconds: float, queued: int = 0, arrived: int | None = None) -> None:
+        """A load of `nbytes` ended after `seconds`. `arrived`: bytes that were there when it was given up; None = all."""
         fetch = self.fetches.get(tier)
         if fetch is None:
             return
-        if complete:
+        if arrived is None or arrived >= nbytes:
             fetch.observe(nbytes, seconds, queued)
         else:
             self.ledger.missed_deadlines += 1
-            fetch.observe_at_least(nbytes, seconds, queued)
+            fetch.gave_up(nbytes, arrived, seconds, queued)
 
     def computed(self, tokens: int, context: int, seconds: float, decoding: int = 0) -> None:
         """The engine spent `seconds` on `tokens` new prompt tokens after `context` cached ones."""
@@ -244,8 +242,8 @@ class Policy:
             first, start = start, max(start, end)
             fetch = self.fetches[tier]
             due = fetch.observed == 0 or fetch.age >= self.config.probe_every or (fetch.unsettled and fetch.age > 1)
-            if end <= used or not due:
-                continue
+            if end <= used or not due or request.queued.get(tier, 0):
+                continue  # one at a time: a store that does not answer gets no heap of probes
             if first >= used and first > request.local and not fetch.prior.via:
                 continue
             if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + fetch.fixed_s / 4:

@@ -5,7 +5,7 @@ A policy is a class named by `KvTiersConfig.policy` = {"class": ..., "module": .
     plan(RequestInfo) -> Plan                      asked once per request, on the scheduler thread: arithmetic only
     seconds_saved(end_tokens, chunk_tokens) -> float   optional: worth of one stored chunk, for retention
     load_deadline(request, default_s) -> float         optional: seconds a promotion for this request may take
-    note_load(request, tier, nbytes, seconds, queued, complete)   optional: a measured promotion (bytes, bytes queued before it)
+    note_load(request, tier, nbytes, arrived, seconds, queued)   optional: a measured promotion; bytes, queued = asked before it
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_deadline(request: str, default_s: float) -> float:
     return min(float(asked(request, default_s)), default_s) if asked else default_s
 
 
-def note_load(request: str, tier: str, nbytes: int, seconds: float, queued: int, complete: bool) -> None:
+def note_load(request: str, tier: str, nbytes: int, arrived: int, seconds: float, queued: int) -> None:
     note = getattr(_current, "note_load", None)
     if note:
-        note(request, tier, nbytes, seconds, queued, complete)
+        note(request, tier, nbytes, arrived, seconds, queued)

@@ -81,10 +81,10 @@ class CostPolicy:
         """Seconds a promotion for this request may take."""
         return self.deadlines.get(request, default_s)
 
-    def note_load(self, request: str, tier: str, nbytes: int, seconds: float, queued: int, complete: bool) -> None:
-        """A promotion ended (`nbytes` = asked for when complete, else what had come)."""
+    def note_load(self, request: str, tier: str, nbytes: int, arrived: int, seconds: float, queued: int) -> None:
+        """A promotion of `nbytes` ended; `arrived` of them passed their proof in time."""
         if request not in self.untaught:
-            self.policy.fetched(tier, nbytes, seconds, queued, complete)
+            self.policy.fetched(tier, nbytes, seconds, queued, arrived)
 
 
 class _Step(NamedTuple):

@@ -69,9 +69,9 @@ def test_bytes_queued_before_count_like_own() -> None:
 def test_a_load_given_up_is_news_only_when_late() -> None:
     fetch = blob(spread=0.1)
     expected = fetch.seconds(1000 * MB)
-    fetch.observe_at_least(1000 * MB, expected / 2)
+    fetch.gave_up(1000 * MB, 990 * MB, expected / 2)
     assert fetch.observed == 0 and fetch.seconds(1000 * MB) == expected
-    fetch.observe_at_least(1000 * MB, expected * 3)
+    fetch.gave_up(1000 * MB, 333 * MB, expected)
     assert fetch.observed == 1 and fetch.seconds(1000 * MB) > expected
 
 
