@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,8 @@ DRAIN_ORDER = (
     ("azurite", "events", "etcd", "nats"),
 )
 PROBE_EVERY_S, WATCH_EVERY_S, PROBE_MISSES = 0.2, 2.0, 2
+WORKERS, LEASE_S, FROZEN_S = ("prefill", "decode", "aggregated"), 7.5, 30.0
+"""A worker silent for longer than LEASE_S has lost its lease (10 s, file discovery) and is restarted when it wakes; after FROZEN_S it is killed."""
 BACK_OFF_S, BACK_OFF_MOST_S = 0.25, 10.0
 
 
@@ -185,7 +188,7 @@ class Supervisor:
 
     async def _watch(self, child: Child) -> None:
         """Until it exits. A probe that fails twice shows as `unready`; it does not end the process."""
-        misses = 0
+        misses, answered = 0, time.monotonic()
         while not child.exited.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.exited.wait(), WATCH_EVERY_S)
@@ -194,6 +197,14 @@ class Supervisor:
                 continue
             why = await check(child.process.probe)
             misses = misses + 1 if why else 0
+            silent = time.monotonic() - answered
+            answered = answered if why else time.monotonic()
+            if child.process.component in WORKERS and silent > LEASE_S and (not why or silent > FROZEN_S):
+                # Dynamo never registers a worker again whose lease ran out: it would be healthy and idle for ever.
+                self._set(child, "unready", f"silent for {silent:.0f} s: its lease is lost, it is restarted")
+                child.signal(signal.SIGKILL if why else signal.SIGTERM)
+                answered = time.monotonic()
+                continue
             if not child.exited.is_set() and not child.stopping and (not why or misses >= PROBE_MISSES):
                 self._set(child, "unready" if why else "ready", why)
             child.rotate()

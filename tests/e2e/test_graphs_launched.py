@@ -120,6 +120,29 @@ def test_scale_while_it_serves(graph: Served, capsys: pytest.CaptureFixture[str]
     assert graph.status()["phase"] == "serving"
 
 
+def test_check_live_finds_the_rights_sufficient_and_no_wider(graph: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["check", "--live", str(ROOT / "graphs/mock.yaml"), "--state", str(graph.state)]
+    for item in (
+        f"network.base_port={graph.plan.processes[0].ports[0].number - 4}",
+        "kv={profile: tiny-cpu}",
+        "engine.profile=tiny-cpu",
+        "engine.kind=vllm",
+    ):
+        args += ["--set", item]
+    assert main([*args, "--json"]) == 0, capsys.readouterr().out
+    measured = capsys.readouterr().out
+    assert "LIVE-RATE" in measured or "LIVE-SLOW" in measured
+    assert "RIGHTS" not in measured
+    serving_file = graph.run_dir / "credentials" / "serving.weights.json"
+    good = serving_file.read_bytes()
+    serving_file.write_bytes((graph.run_dir / "credentials" / "publisher.weights.json").read_bytes())
+    try:
+        assert main([*args, "--json"]) == 1
+        assert "LIVE-RIGHTS-TOO-WIDE" in capsys.readouterr().out
+    finally:
+        serving_file.write_bytes(good)
+
+
 def test_zz_stop_leaves_nothing(graph: Served) -> None:
     """Last in the module: processes, ports, sockets, shared memory, credentials are gone; the store's data stays."""
     plan, run_dir = graph.plan, graph.run_dir
