@@ -216,7 +216,12 @@ def run(
                     link_free = max(min(link_free, gave_up), begins)
                     on_link[-1] = (begins, link_free, int(nbytes * passed))
                     part = int(cut * passed) // 128 * 128
-                    push(gave_up, "loaded", index, (event._replace(seconds=act.deadline, arrived=part * engine.bytes_per_token), part))
+                    push(
+                        gave_up,
+                        "loaded",
+                        index,
+                        (event._replace(seconds=act.deadline, arrived=part * engine.bytes_per_token), part),
+                    )
             else:
                 heapq.heappush(ready, (index, 0))
             if act.probe:

@@ -95,14 +95,22 @@ def bill(usage: Usage, prices: PriceProfile) -> Bill:
         Line("prefill", usage.prefill_gpu_s, "GPU s", usage.prefill_gpu_s * prices.gpu_second),
         Line("decode", usage.decode_gpu_s, "GPU s", usage.decode_gpu_s * prices.gpu_second),
         Line("blob reads", Decimal(usage.blob_reads), "operations", usage.blob_reads * prices.blob_read_10k / 10_000),
-        Line("blob writes", Decimal(usage.blob_writes), "operations", usage.blob_writes * prices.blob_write_10k / 10_000),
+        Line(
+            "blob writes", Decimal(usage.blob_writes), "operations", usage.blob_writes * prices.blob_write_10k / 10_000
+        ),
         Line("blob lists", Decimal(usage.blob_lists), "operations", usage.blob_lists * prices.blob_list_10k / 10_000),
         Line("blob network", moved, "GB", moved * prices.network_gb),
         Line("blob storage", stored, "GB months", stored * prices.blob_gb_month),
     )
     lines = tuple(line for line in every if line.quantity)
     gpu_s = usage.prefill_gpu_s + usage.avoided_gpu_s + usage.decode_gpu_s
-    return Bill(prices.currency, lines, sum((line.amount for line in lines), Decimal(0)), gpu_s * prices.gpu_second, prices.estimate)
+    return Bill(
+        prices.currency,
+        lines,
+        sum((line.amount for line in lines), Decimal(0)),
+        gpu_s * prices.gpu_second,
+        prices.estimate,
+    )
 
 
 def bill_of_all(usages: Iterable[Usage], prices: PriceProfile) -> Bill:
