@@ -50,10 +50,10 @@ class Usage(NamedTuple):
     avoided_gpu_s: Decimal = Decimal(0)
     """Prefill seconds that the tiers (DRAM, Blob; not HBM) saved."""
 
-    def __add__(self, other: object) -> Usage:  # type: ignore[override]
+    def __add__(self, other: object) -> Usage:
         if not isinstance(other, Usage):
             return NotImplemented
-        return Usage(*(a + b for a, b in zip(self, other, strict=True)))
+        return Usage(*(mine + more for mine, more in zip(self, other, strict=True)))  # type: ignore[operator]
 
 
 class Line(NamedTuple):
