@@ -42,7 +42,12 @@ class Report:
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "commit": _commit(),
             "versions": {"python": platform.python_version(), **_versions()},
-            "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "memory_gib": round(_memory_gib(), 1), "kernel": platform.release()},
+            "machine": {
+                "cpu": _cpu(),
+                "cores": os.cpu_count(),
+                "memory_gib": round(_memory_gib(), 1),
+                "kernel": platform.release(),
+            },
             "load": {"before": self._load_before, "after": os.getloadavg()},
             "server": self.server,
             "seed": self.seed,

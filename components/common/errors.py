@@ -24,9 +24,7 @@ class DynamoBlobError(Exception):
     data   values for ``--json`` (JSON types only); never a secret.
     """
 
-    def __init__(
-        self, code: str, what: str, *, where: str = "", why: str = "", do: str = "", **data: Any
-    ) -> None:
+    def __init__(self, code: str, what: str, *, where: str = "", why: str = "", do: str = "", **data: Any) -> None:
         super().__init__(code, what, where, why, do)
         self.code, self.what, self.where, self.why, self.do = code, what, where, why, do
         self.data = data
@@ -41,11 +39,18 @@ class DynamoBlobError(Exception):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "code": self.code, "what": self.what, "where": self.where, "why": self.why, "do": self.do, **self.data,
+            "code": self.code,
+            "what": self.what,
+            "where": self.where,
+            "why": self.why,
+            "do": self.do,
+            **self.data,
         }
 
 
-def _rebuild(cls: type[DynamoBlobError], code: str, what: str, where: str, why: str, do: str, data: dict[str, Any]) -> DynamoBlobError:
+def _rebuild(
+    cls: type[DynamoBlobError], code: str, what: str, where: str, why: str, do: str, data: dict[str, Any]
+) -> DynamoBlobError:
     return cls(code, what, where=where, why=why, do=do, **data)
 
 

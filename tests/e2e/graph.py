@@ -30,7 +30,13 @@ class Graph:
         self.url = f"http://127.0.0.1:{port}"
 
     def status(self) -> dict[str, Any]:
-        done = subprocess.run([*DYNAMO, "status", "--state", str(self.state), "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*DYNAMO, "status", "--state", str(self.state), "--json"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return json.loads(done.stdout)
 
     def plan(self) -> dict[str, Any]:
@@ -50,13 +56,17 @@ class Graph:
                 key, _, value = line.rpartition(" ")
                 bare, _, labels = key.partition("{")
                 source = labels.split('source="')[1].split('"')[0] if 'source="' in labels else ""
-                found[f"{bare}:{source}" if source else bare] = found.get(f"{bare}:{source}" if source else bare, 0) + float(value)
+                found[f"{bare}:{source}" if source else bare] = found.get(
+                    f"{bare}:{source}" if source else bare, 0
+                ) + float(value)
         return found
 
     async def ask(self, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
         async with (
             aiohttp.ClientSession() as http,
-            http.post(self.url + path, json={"model": self.model, **body}, timeout=aiohttp.ClientTimeout(total=300)) as r,
+            http.post(
+                self.url + path, json={"model": self.model, **body}, timeout=aiohttp.ClientTimeout(total=300)
+            ) as r,
         ):
             answer = await r.json()
             assert r.status == 200, answer

@@ -45,7 +45,9 @@ async def test_a_question_with_a_known_answer(graph: Graph):
 async def test_a_random_word_comes_back(graph: Graph):
     word = random.choice(["lantern", "copper", "meadow", "violin", "harbor", "pepper", "marble", "falcon"])
     answer = await graph.ask(
-        messages=[{"role": "user", "content": f"Repeat this word and nothing else: {word}"}], max_tokens=12, temperature=0
+        messages=[{"role": "user", "content": f"Repeat this word and nothing else: {word}"}],
+        max_tokens=12,
+        temperature=0,
     )
     assert word in content(answer).lower()
 

@@ -38,8 +38,14 @@ class Late:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_order_depth_and_no_buffer_reused_under_a_copy(depth: int) -> None:
-    pinned: list[tuple[int, int]] = []
-    pool = BufferPool(1 << 30, pin=lambda address, size: pinned.append((address, size)))
+    pinned: list[int] = []
+    unpinned: list[int] = []
+
+    def pin(address: int, size: int):
+        pinned.append(address)
+        return lambda: unpinned.append(address)
+
+    pool = BufferPool(1 << 30, pin=pin)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(20):
@@ -54,3 +60,14 @@ def test_order_depth_and_no_buffer_reused_under_a_copy(depth: int) -> None:
     assert all((np.asarray(t) == int(n)).all() for n, t in found)
     assert device.most == depth
     assert 1 <= len(pinned) == pool.mapped <= depth + 2 and pool.reused > 0
+    pool.clear()
+    assert sorted(unpinned) == sorted(pinned), "nothing is unmapped while it is registered with the device"
+
+
+def test_a_buffer_over_the_spare_is_unpinned_when_it_returns() -> None:
+    unpinned: list[int] = []
+    pool = BufferPool(0, pin=lambda address, size: lambda: unpinned.append(address))
+    loan = pool.lend(1000)
+    address = loan.ctypes.data
+    del loan
+    assert unpinned == [address]

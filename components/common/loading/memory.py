@@ -22,8 +22,9 @@ _HUGE = 2 * 2**20
 class BufferPool:
     """`spare_bytes`: idle buffers kept for reuse. Mapping and returning are thread-safe."""
 
-    def __init__(self, spare_bytes: int, pin: Callable[[int, int], None] | None = None) -> None:
-        self._pin = pin  # called with address and size of each new mapping
+    def __init__(self, spare_bytes: int, pin: Callable[[int, int], Callable[[], None]] | None = None) -> None:
+        self._pin = pin  # called with address and size of each new mapping; what it returns is called before unmapping
+        self._unpin: dict[int, Callable[[], None]] = {}
         self._spare_bytes = spare_bytes
         self._lock = threading.Lock()
         self._idle: list[mmap.mmap] = []
@@ -50,15 +51,27 @@ class BufferPool:
             with contextlib.suppress(OSError):
                 region.madvise(mmap.MADV_HUGEPAGE)
         if self._pin is not None:
-            self._pin(int(np.frombuffer(region, dtype=np.uint8).ctypes.data), len(region))
+            pages: np.ndarray[Any, Any] = np.frombuffer(region, dtype=np.uint8)
+            pages[::4096] = 0  # touched pages register ten times faster than absent ones
+            self._unpin[id(region)] = self._pin(int(pages.ctypes.data), len(region))
         return region
 
     def _back(self, region: mmap.mmap) -> None:
         with self._lock:
             if sum(map(len, self._idle)) + len(region) <= self._spare_bytes:
                 self._idle.append(region)
+                return
+        self._drop(region)
+
+    def _drop(self, region: mmap.mmap) -> None:
+        """Memory still registered with a device must not be unmapped: the next mapping there could not be pinned."""
+        unpin = self._unpin.pop(id(region), None)
+        if unpin is not None:
+            unpin()
 
     def clear(self) -> None:
         with self._lock:
-            self._idle.clear()
+            idle, self._idle = self._idle, []
             self._spare_bytes = 0
+        for region in idle:
+            self._drop(region)

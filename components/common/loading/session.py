@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from components.common.errors import DynamoBlobError
 from components.common.loading.client import ServiceGone
 from components.common.loading.config import WeightsConfig
+from components.common.loading.cuda import PINNED_BYTES
 from components.common.loading.fetch import Fetcher
 from components.common.loading.files import verify_small_files
 from components.common.loading.inflight import InFlight
@@ -41,7 +42,9 @@ class Session:
     def manifest(self) -> Manifest:
         return self.resolved.manifest
 
-    def tensors(self, pin: Callable[[int, int], None] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, pin: Callable[[int, int], Callable[[], None]] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         c = self.config
         deadline = self._deadline
         gate = InFlight(c.range_in_flight)
@@ -54,11 +57,14 @@ class Session:
             fetcher,
             gate,
             self.report,
-            budget=c.budget_bytes,
+            budget=c.budget_bytes if pin is None else min(c.budget_bytes, max(PINNED_BYTES, 4 * self._largest())),
             deadline=deadline,
             pin=pin,
             place=self._place,
         )
+
+    def _largest(self) -> int:
+        return max((t.end - t.begin for t in self.manifest.tensors), default=0) + 2 * self.manifest.range_bytes
 
     def _place(self, file: FileEntry) -> MappedFile | SharedFile | None:
         """The file in the node cache, filled there once for all workers of the node; None = read Blob into own buffers."""

@@ -49,7 +49,7 @@ class TensorStream:
 
     def __init__(
         self, manifest: Manifest, fetcher: Fetcher, gate: InFlight, report: Report, *, budget: int, deadline: float,
-        segment_bytes: int = SEGMENT_BYTES, pin: Callable[[int, int], None] | None = None, place: Callable[[FileEntry], MappedFile | SharedFile | None] | None = None,
+        segment_bytes: int = SEGMENT_BYTES, pin: Callable[[int, int], Callable[[], None]] | None = None, place: Callable[[FileEntry], MappedFile | SharedFile | None] | None = None,
     ) -> None:  # fmt: skip
         check_index(manifest)
         check_budget(manifest, budget)
