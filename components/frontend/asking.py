@@ -75,6 +75,7 @@ class LineAsker:
         writer = self._writer
         if (
             writer is None
+            or writer.is_closing()
             or len(self._pending) >= PENDING_LIMIT
             or writer.transport.get_write_buffer_size() > BUFFER_LIMIT
         ):
@@ -82,23 +83,21 @@ class LineAsker:
         n = next(self._numbers)
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         self._pending[n] = answer
-        writer.write(
-            msgspec.json.encode(
-                {"op": "decide", "n": n, "rid": rid, "ids": ids, "salt": salt, "max_tokens": max_tokens}
-            )
-            + b"\n"
-        )
+        question = {"op": "decide", "n": n, "rid": rid, "ids": ids, "salt": salt, "max_tokens": max_tokens}
         try:
+            writer.write(msgspec.json.encode(question) + b"\n")
             async with asyncio.timeout(self.deadline_s):
                 return await answer
-        except (TimeoutError, ConnectionError):
+        except (TimeoutError, ConnectionError, RuntimeError):  # uvloop: a write to a transport just closed
             return None
         finally:
             self._pending.pop(n, None)
 
     def note(self, note: Note) -> None:
         writer = self._writer
-        if writer is not None and writer.transport.get_write_buffer_size() <= BUFFER_LIMIT:
+        if writer is None or writer.is_closing() or writer.transport.get_write_buffer_size() > BUFFER_LIMIT:
+            return
+        with contextlib.suppress(RuntimeError, ConnectionError):  # the router died just now: only its hint is lost
             writer.write(msgspec.json.encode(note.model_dump(exclude_defaults=True)) + b"\n")
 
     async def _keep(self) -> None:

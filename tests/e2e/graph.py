@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ DYNAMO = [sys.executable, "-m", "graphs.cli.main"]
 SAMPLE = ROOT / ".state/models/smollm2-135m-instruct"
 TINY = ROOT / ".state/models/tiny-full"
 START_S, STOP_S = 420, 90
+
+
+def short_directory() -> Path:
+    """A state directory whose Unix socket paths fit into 107 bytes, which pytest's own need not."""
+    return Path(tempfile.mkdtemp(prefix="db-"))
 
 
 class Graph:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 
 import aiohttp
 import pytest
 
-from tests.e2e.graph import ROOT, Graph, served
+from tests.e2e.graph import ROOT, Graph, served, short_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FLOAT32 = ("engine.set.dtype=float32",)
@@ -20,8 +21,10 @@ PROMPT_TOKENS = (300, 600, 900, 1200, 1600, 2000)
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory):
-    return tmp_path_factory.mktemp("main-job")
+def state():
+    directory = short_directory()
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,8 @@ async def test_decode_pulled_the_kv_and_computed_no_prompt(graph: Graph):
     gained = {k: after[k] - before.get(k, 0) for k in after}
     assert gained["vllm:nixl_bytes_transferred_sum"] > 0
     assert gained["vllm:prompt_tokens_by_source_total:external_kv_transfer"] >= 300
-    assert gained.get("vllm:prompt_tokens_by_source_total:local_compute", 0) <= 1
+    requests = gained["vllm:request_success_total"]  # the gateway's canaries of one token finish in between too
+    assert gained.get("vllm:prompt_tokens_by_source_total:local_compute", 0) <= requests
 
 
 def text(tokens: int, seed: int) -> str:
@@ -107,7 +111,7 @@ async def test_prefill_decode_answers_what_the_aggregated_graph_answers(graph: G
     """Float32, greedy, natural text: token for token. The control changes one word and must differ."""
     prompts = [text(n, seed=n) for n in PROMPT_TOKENS]
     apart = [await greedy(graph, p) for p in prompts]
-    with served("aggregated", state, sets=FLOAT32, port=int(graph.url.rsplit(":", 1)[1]) + 100) as together:
+    with served("aggregated", state / "a", sets=FLOAT32, port=int(graph.url.rsplit(":", 1)[1]) + 100) as together:
         same = [await greedy(together, p) for p in prompts]
         control = await greedy(together, prompts[0].rsplit(" ", 1)[0] + " banana")
     assert [len(t) for t in apart] == [24] * len(prompts)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 
 import pytest
 
-from tests.e2e.graph import DYNAMO, ROOT, SAMPLE, TINY, base_port, settings
+from tests.e2e.graph import DYNAMO, ROOT, SAMPLE, TINY, base_port, settings, short_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUESTION = "What is the capital of France?"
 
 
 def smoke(tmp_path, graph: str, model: str, directory, profile: str, *sets: str) -> tuple[int, dict, str]:
-    out = tmp_path / "smoke.json"
+    out, state = tmp_path / "smoke.json", short_directory()
     done = subprocess.run(
         [
-            *DYNAMO, "serve", f"graphs/{graph}.yaml", "--smoke", QUESTION, "--json", str(out), "--quiet", "--state", str(tmp_path / "state"),
+            *DYNAMO, "serve", f"graphs/{graph}.yaml", "--smoke", QUESTION, "--json", str(out), "--quiet", "--state", str(state),
             *settings(base_port(), model, directory, profile), *[x for s in sets for x in ("--set", s)],
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=560,
     )  # fmt: skip
+    shutil.rmtree(state, ignore_errors=True)
     assert out.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     return done.returncode, json.loads(out.read_text()), done.stderr
 
