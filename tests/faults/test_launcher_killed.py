@@ -146,4 +146,4 @@ def test_twenty_cycles_leave_nothing(state: Path, port: int) -> None:
     assert [m for r in every for m in proc.members(r.path, r.sessions)] == []
     assert {n for n in set(os.listdir("/dev/shm")) - before_shm if n.startswith("dynamo-blob-test-")} == set()
     assert port_taken("127.0.0.1", port) == ""
-    assert len(os.listdir("/proc/self/fd")) == before_fds
+    assert len(os.listdir("/proc/self/fd")) <= before_fds
