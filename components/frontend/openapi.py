@@ -91,7 +91,7 @@ def _post(name: str, summary: str, schema: dict[str, Any]) -> dict[str, Any]:
         "description": "the answer; an event stream when `stream` is true",
         "content": {
             "application/json": {"schema": {"type": "object", "required": ["choices"]}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {"schema": {}},
         },
     }
     return {

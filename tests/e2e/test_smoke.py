@@ -43,10 +43,11 @@ def test_every_hop_of_the_default_graph_is_proven(tmp_path):
 
 
 def test_broken_nixl_still_answers_but_the_smoke_says_so(tmp_path):
-    """Prefill and decode are given transports that do not meet."""
+    """Prefill and decode are given address families that do not meet."""
     code, result, err = smoke(
         tmp_path, "disagg", "tiny-full", TINY, "tiny-cpu",
-        "components.prefill.env.UCX_TLS=tcp,self", "components.decode.env.UCX_TLS=posix,sysv,self",
+        "components.prefill.env.UCX_TLS=tcp", "components.prefill.env.UCX_TCP_AF_PRIO=inet6",
+        "components.decode.env.UCX_TLS=tcp", "components.decode.env.UCX_TCP_AF_PRIO=inet",
     )  # fmt: skip
     assert result["answer"], err
     assert code != 0

@@ -11,7 +11,7 @@ import pytest
 from bench.mockgraph import MockGraph, get, wait
 from tests.faults.edge.streams import Outcome, stream, summary
 
-STREAMS, TOKENS = 20, 60
+STREAMS, TOKENS = 20, 200
 DEADLINE_S = 45.0
 
 
