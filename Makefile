@@ -4,7 +4,7 @@ QUESTION ?=
 GRAPH ?= graphs/disagg.yaml
 PY := .venv/bin/python
 
-.PHONY: install serve test test-fast check clean
+.PHONY: install serve test test-fast test-cluster check clean
 install:            ## set up .venv and .state/node from the lock files
 	@tools/install.sh
 
@@ -16,6 +16,9 @@ test: install       ## everything: lint, types, layers, all tests
 
 test-fast: install  ## no real engines: under five minutes
 	@tools/test.sh fast
+
+test-cluster: install  ## cluster planes for real: etcd and NATS on loopback
+	@tools/cluster_planes.sh && $(PY) -m pytest -q tests/cases/test_case_43_lease_loss.py
 
 check: install      ## lint, types and layers only
 	@tools/test.sh lint
