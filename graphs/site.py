@@ -16,6 +16,7 @@ from typing import Literal
 
 from components.common.storage.config import AccountConfig, CredentialConfig
 from graphs.plan import Volume
+from graphs.sockets import socket_directory
 from graphs.spec import AccountSpec, ClusterSpec, GraphSpec, TrustSpec
 
 LOOPBACK = "127.0.0.1"
@@ -60,7 +61,7 @@ class Site:
 
     @property
     def sockets(self) -> Path:
-        return self.run / "s"
+        return socket_directory(self.run)
 
     @property
     def shm(self) -> Path:

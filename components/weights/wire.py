@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.common.errors import DynamoBlobError
+from components.common.transfer.progress import wait_for_events
 from components.common.transfer.staging import Slot, StagingPool
 from components.weights.cache import Entry, NodeCache
 
@@ -131,6 +132,7 @@ class Wire:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
+            wait_for_events()
             self._agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
             self._agent.register_memory([(self.pool.address, self.pool.nbytes, 0, "")], "DRAM")
         except Exception as e:

@@ -13,6 +13,7 @@ import json
 from components.common.errors import DynamoBlobError
 from graphs.cli._common import add_state, live
 from graphs.launch import control
+from graphs.sockets import control_socket
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if not eq or not number.isdigit():
         raise DynamoBlobError("CLI-ARGUMENT", f"'{args.what}' is not component=replicas", do="dynamo scale prefill=2")
     done = control.ask(
-        live(args).path / "control.sock",
+        control_socket(live(args).path),
         {"op": "scale", "component": component, "replicas": int(number)},
         timeout_s=300.0,
     )

@@ -18,6 +18,7 @@ from rich.live import Live
 from graphs.cli._common import add_state, live
 from graphs.launch import control
 from graphs.launch.table import render
+from graphs.sockets import control_socket
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    socket = live(args).path / "control.sock"
+    socket = control_socket(live(args).path)
     snapshot = control.ask(socket, {"op": "status"})
     if args.json:
         print(json.dumps(snapshot, indent=1))

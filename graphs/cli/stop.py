@@ -19,6 +19,7 @@ from pathlib import Path
 from components.common.errors import DynamoBlobError
 from graphs.cli._common import add_state, live
 from graphs.launch import control, runs
+from graphs.sockets import control_socket
 
 DEADLINE_S = 180.0
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _ask_to_stop(one: runs.Run) -> None:
     """By its control socket, or by signal when it is too young to have one."""
     try:
-        control.ask(one.path / "control.sock", {"op": "stop"})
+        control.ask(control_socket(one.path), {"op": "stop"})
     except DynamoBlobError as e:
         if e.code != "CONTROL-UNREACHABLE":
             raise

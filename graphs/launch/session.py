@@ -21,6 +21,7 @@ from graphs.launch.table import View
 from graphs.load import Finding, Graph, read_graph
 from graphs.plan import Plan
 from graphs.site import Release, Site
+from graphs.sockets import control_socket, make_socket_directory
 
 SCALABLE = ("prefill", "decode", "aggregated", "router")
 STORE_COMPONENTS = ("azurite",)
@@ -73,6 +74,7 @@ class Session:
         self.site = Site(run=run_dir, state=self.state)
         issuer = None
         try:
+            make_socket_directory(run_dir)
             release = store.known_release(self.graph, self.site) if self._embedded else None
             plan = self._plan(release)
             self._preflight(plan)
@@ -80,7 +82,7 @@ class Session:
             self.supervisor = Supervisor(plan, began=self.began, changed=self._changed)
             self.supervisor.phases.extend(self.phases)
             self.planned.set()
-            server = await control.serve(run_dir / "control.sock", self._control)
+            server = await control.serve(control_socket(run_dir), self._control)
             if self._interrupted:
                 self.supervisor.stop()
             if self._embedded:

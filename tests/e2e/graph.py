@@ -24,7 +24,7 @@ START_S, STOP_S = 420, 90
 
 
 def short_directory() -> Path:
-    """A state directory whose Unix socket paths fit into 107 bytes, which pytest's own need not."""
+    """A state directory that the test removes itself."""
     return Path(tempfile.mkdtemp(prefix="db-"))
 
 

@@ -19,6 +19,7 @@ import psutil
 
 from graphs.launch import control, proc, runs
 from graphs.plan import Plan
+from graphs.sockets import control_socket
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTS_NEEDED = 70
@@ -87,7 +88,7 @@ class Served:
         return Plan.read(self.run_dir / "plan.json")
 
     def status(self) -> dict[str, Any]:
-        return control.ask(self.run_dir / "control.sock", {"op": "status"})
+        return control.ask(control_socket(self.run_dir), {"op": "status"})
 
     def row(self, name: str) -> dict[str, Any]:
         return next(p for p in self.status()["processes"] if p["name"] == name)

@@ -13,6 +13,7 @@ from graphs.cli.main import main
 from graphs.env import PASSED
 from graphs.launch import runs
 from graphs.launch.preflight import port_taken
+from graphs.sockets import socket_directory
 from tests.e2e.mockgraph import ROOT, Served, serving, until
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,7 @@ def test_zz_stop_leaves_nothing(graph: Served) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert all(port_taken(port.host, port.number) == "" for p in plan.processes for port in p.ports)
     assert runs.Run.read(run_dir).closed
-    assert not any((run_dir / name).exists() for name in ("s", "credentials", "discovery", "cwd", "control.sock"))
+    assert not any((run_dir / name).exists() for name in ("credentials", "discovery", "cwd"))
+    assert not socket_directory(run_dir).exists()
     assert not Path(plan.shm_dir).exists()
     assert (graph.state / "azurite").is_dir()

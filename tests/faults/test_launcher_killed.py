@@ -16,6 +16,7 @@ import pytest
 from graphs.launch import proc, runs
 from graphs.launch.preflight import port_taken
 from graphs.plan import Plan
+from graphs.sockets import socket_directory
 from tests.faults.launcher_stub import plan_of, stub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def assert_next_start_is_clean(state: Path, port: int, shm: str) -> None:
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == 0
     assert all(r.closed for r in runs.all_runs(state))
-    assert not any((r.path / "s").exists() or (r.path / "control.sock").exists() for r in runs.all_runs(state))
+    assert not any(socket_directory(r.path).exists() for r in runs.all_runs(state))
     assert port_taken("127.0.0.1", port) == ""
 
 

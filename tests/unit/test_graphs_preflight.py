@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from components.common.errors import DynamoBlobError
+from graphs import sockets
 from graphs.launch import preflight, proc
 from graphs.site import Site
 from tests.unit.test_graphs_plan import plan
@@ -40,12 +42,28 @@ def test_inotify_instances_are_counted_against_the_limit(monkeypatch: pytest.Mon
     assert codes(found) == {"LAUNCH-INOTIFY"} and "needs 35" in found[0].why
 
 
-def test_a_long_state_directory_is_refused_before_a_socket_fails() -> None:
+def test_a_long_state_directory_has_its_sockets_under_tmp() -> None:
     deep = Path("/" + "/".join(["directory-name"] * 8))
-    assert codes(preflight.sockets(plan("mock", site=Site(run=deep / "runs" / "r", state=deep)))) == {
-        "LAUNCH-SOCKET-PATH"
-    }
-    assert preflight.sockets(plan("mock")) == []
+    long = plan("mock", site=Site(run=deep / "runs" / "r", state=deep))
+    assert preflight.sockets(long) == [] and preflight.sockets(plan("mock")) == []
+    assert all(s.startswith("/tmp/dynamo-blob-") for p in long.processes for s in p.sockets)
+    one, other = (sockets.socket_directory(deep / name) for name in "ab")
+    assert one != other
+    process = long.processes[0].model_copy(update={"sockets": (f"{deep}/x.sock",)})
+    assert codes(preflight.sockets(long.model_copy(update={"processes": (process,)}))) == {"LAUNCH-SOCKET-PATH"}
+
+
+def test_a_socket_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "socket_directory", lambda run: tmp_path / "d")
+    assert sockets.make_socket_directory(tmp_path).stat().st_mode & 0o777 == 0o700
+    assert sockets.make_socket_directory(tmp_path) == tmp_path / "d"
+    (tmp_path / "d").chmod(0o755)
+    with pytest.raises(DynamoBlobError, match="LAUNCH-SOCKET-DIR"):
+        sockets.make_socket_directory(tmp_path)
+    (tmp_path / "d").rmdir()
+    (tmp_path / "d").symlink_to(tmp_path)
+    with pytest.raises(DynamoBlobError, match="LAUNCH-SOCKET-DIR"):
+        sockets.make_socket_directory(tmp_path)
 
 
 def test_shared_memory_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
