@@ -361,9 +361,10 @@ class _Compiler:
         spec, site = self.spec.components.frontend, self.site
         host, port = site.gateway_listen(self.spec, i)
         router, service = self.spec.components.router, site.weights_service(self.spec, "frontend", i)
+        upstreams = site.upstreams(self.spec, i)
         config = GatewayConfig(
             name=f"frontend-{i}", listen=f"{host}:{port}", ops_listen=site.gateway_ops_listen(self.spec),
-            upstream=f"http://{LOOPBACK}:{site.port(self.spec, 'dynamo-frontend', i % max(1, self.spec.components.dynamo_frontend.replicas))}",
+            upstream=upstreams[0], more_upstreams=tuple(upstreams[1:]),
             served_model=self.spec.served_model, engine_kind=self.spec.engine.kind, model_path=str(site.weights_root / (self.weights_digest() or "unresolved")),
             weights=self.weights_config("serving-weights-only", "", service),
             max_model_len=min(w.args.max_model_len for w in self.workers), block_size=self.first.args.block_size,

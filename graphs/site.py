@@ -131,6 +131,12 @@ class Site:
         host, _, number = spec.components.frontend.listen.rpartition(":")
         return host, int(number) if replica == 0 else self.port(spec, "frontend", replica)
 
+    def upstreams(self, spec: GraphSpec, replica: int) -> list[str]:
+        """Dynamo's frontends that gateway `replica` uses: its own first, the others when that one is away."""
+        count = max(1, spec.components.dynamo_frontend.replicas) if self.kind == "local" else 1  # a pod has its own
+        ports = [self.port(spec, "dynamo-frontend", (replica + n) % count) for n in range(count)]
+        return [f"http://{LOOPBACK}:{port}" for port in ports]
+
     def gateway_ops_listen(self, spec: GraphSpec) -> str:
         """/metrics and /debug apart from the API; empty = on the API's own port."""
         return ""

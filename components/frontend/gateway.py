@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import json
 import logging
@@ -35,6 +36,9 @@ log = logging.getLogger("gateway")
 
 
 RECORD = web.RequestKey("record", Record)
+
+SPECIALS = 8
+"""Tokens a tokenizer may add around a prompt."""
 
 
 class Gateway:
@@ -88,6 +92,8 @@ class Gateway:
                     log.warning("%s", e)
                 said = e.why
                 await asyncio.sleep(0.5)
+        gc.collect()
+        gc.freeze()  # modules, templates, tokenizer: no collection walks them again while requests wait
 
     async def close(self) -> None:
         if self._reading:
@@ -247,6 +253,8 @@ class Gateway:
         prompt = renderer.chat(body) if chat else renderer.completion(body)
         if prompt is None or isinstance(prompt, list):
             return prompt
+        if self.asker is None and len(prompt.encode()) + SPECIALS < self.config.max_model_len:
+            return []  # nobody asks for the ids, and a token is at least one byte: it fits
         at_least = len(prompt) // renderer.longest_token
         if at_least >= self.config.max_model_len:
             raise _too_long(f"more than {at_least}", self.config.max_model_len)

@@ -98,7 +98,9 @@ class Renderer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # NUL bytes: Dynamo strips them before tokenising.
-        return list(self.tokenizer.encode(text.replace("\0", ""), add_special_tokens=add_special_tokens).ids)
+        # The batch call because only it has a form without offsets: 0.25 instead of 0.31 ms for 100 words.
+        found = self.tokenizer.encode_batch_fast([text.replace("\0", "")], add_special_tokens=add_special_tokens)
+        return list(found[0].ids)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]] | None:

@@ -20,6 +20,9 @@ from components.frontend.upstream import UpstreamGone, Upstreams, quick_ack
 
 PIN = "x-dynamo-prefill-instance-id"
 REQUEST_ID = "x-dynamo-request-id"
+NEVER_WAITS = 16384
+"""Bytes in a client's socket buffer below which a write never waits (asyncio pauses at 64 KiB)."""
+
 ERROR_BODY = 65536
 """Bytes read of an error's body."""
 
@@ -154,7 +157,6 @@ class Relay:
             raise _TryAgain(Refusal(503, "unavailable", "the stream ended before its first byte", retry_after=1), base)
         if pin is not None and _ERROR_EVENT.match(chunk):
             raise _TryAgain(Refusal(503, "unavailable", "the prefill worker failed", retry_after=1))
-        on_first()
         response = web.StreamResponse(status=answer.status, headers=_headers(answer, record))
         record.status = answer.status
         await self._prepare(request, response)
@@ -162,8 +164,10 @@ class Relay:
         failed: str | None = None
         while chunk:
             quick_ack(answer)
-            tail = (tail + chunk)[-TAIL:]
             await self._write(request, response, chunk)
+            if not tail:
+                on_first()  # after the client has its first byte: telling the router must not delay it
+            tail = (tail + chunk)[-TAIL:]
             try:
                 chunk = await content.readany()
             except (aiohttp.ClientError, OSError, TimeoutError) as e:
@@ -195,6 +199,9 @@ class Relay:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client left")
+        if transport.get_write_buffer_size() + len(chunk) < NEVER_WAITS:  # the usual case, without a timer
+            await response.write(chunk)
+            return
         try:
             async with asyncio.timeout(self.config.stall_deadline_s):
                 await response.write(chunk)
