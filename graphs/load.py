@@ -143,7 +143,7 @@ def _finding(model: type[BaseModel], document: Document, item: Any) -> Finding:
         "GRAPH-WRONG-VALUE",
         f"wrong value at '{dotted}'",
         where,
-        f"{why} (found {type_name(value)} {_short(value)})",
+        f"{why} (found {f'{type_name(value)} {_short(value)}'.rstrip()})",
         "correct the value",
     )
 

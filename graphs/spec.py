@@ -30,6 +30,17 @@ def parse_size(value: object) -> object:
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0), WithJsonSchema(_SIZE_SCHEMA)]
 _CIDR = r"^(\d{1,3}(\.\d{1,3}){3}/\d{1,2}|[0-9a-fA-F:]+/\d{1,3})?$"
+_LISTEN = r"^[^\s/]+:\d{1,5}$"
+
+
+def parse_listen(value: object) -> object:
+    """``host:port`` unchanged; refused unless the port is one that can be listened on."""
+    if not (isinstance(value, str) and re.match(_LISTEN, value) and 0 < int(value.rpartition(":")[2]) < 65536):
+        raise ValueError("write host:port with a port from 1 to 65535, e.g. 127.0.0.1:8000")
+    return value
+
+
+Listen = Annotated[str, BeforeValidator(parse_listen), WithJsonSchema({"type": "string", "pattern": _LISTEN})]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 
 
@@ -158,7 +169,7 @@ class ComponentSpec(Spec):
 
 
 class FrontendSpec(ComponentSpec):
-    listen: str = Field("127.0.0.1:8000", pattern=r"^[^\s/]+:\d{1,5}$", description="host:port of the OpenAI API")
+    listen: Listen = Field("127.0.0.1:8000", description="host:port of the OpenAI API")
     auth: Literal["keys", "none"] = Field("keys", description="none is for loopback only")
     tenants_file: str = Field("", description="YAML of tenants with hashed keys, relative to the graph file")
     max_body: Size = Field(8 * 2**20, description="largest request body, bytes")

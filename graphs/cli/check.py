@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from graphs.check import check_graph
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             print(f"{'' if f.severity == 'error' else f.severity + ' '}{f.as_error()}\n")
-        print(
-            f"{len(args.graph)} graph{'s' if len(args.graph) > 1 else ''}: {len(errors)} errors, {len(warnings)} warnings"
-        )
+        print(f"{_count(args.graph, 'graph')}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
     return 1 if errors or (args.strict and warnings) else 0
+
+
+def _count(items: Sequence[object], name: str) -> str:
+    return f"{len(items)} {name}{'' if len(items) == 1 else 's'}"

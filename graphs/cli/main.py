@@ -30,6 +30,7 @@ def verbs() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     wants_json = "--json" in argv or any(a.startswith("--json=") for a in argv)
+    _loopback_is_direct()
     try:
         return _dispatch(argv)
     except DynamoBlobError as e:
@@ -53,6 +54,13 @@ def main(argv: list[str] | None = None) -> int:
         )
 
 
+def _loopback_is_direct() -> None:
+    """A user's HTTP proxy is for the world outside; processes of a local graph are asked directly."""
+    for name in ("no_proxy", "NO_PROXY"):
+        have = [x for x in os.environ.get(name, "").split(",") if x]
+        os.environ[name] = ",".join(dict.fromkeys([*have, "127.0.0.1", "localhost", "::1"]))
+
+
 def _failed(error: DynamoBlobError, as_json: bool) -> int:
     print(
         json.dumps({"error": error.as_json()}) if as_json else str(error),
@@ -64,6 +72,8 @@ def _failed(error: DynamoBlobError, as_json: bool) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     names = verbs()
+    if argv[:1] == ["help"] and argv[1:]:
+        argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help(names))
         return 0 if argv else 2

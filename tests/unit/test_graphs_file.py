@@ -172,3 +172,11 @@ def test_the_cli_never_shows_a_traceback(tmp_path: Path, capsys: pytest.CaptureF
         assert "Traceback" not in out.err + out.out
         first = (out.err or out.out).splitlines()[0]
         assert first.split(":")[0].replace("-", "").replace(" ", "").isupper(), first
+
+
+def test_help_of_a_verb_by_either_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["help", "serve"], ["serve", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith("usage: dynamo serve ")
