@@ -2,7 +2,8 @@
 
 Variants (see docs/weights.md): sdk1, sdk8 (SDK download to disk, then safetensors' own loader), blob_cold,
 blob_cold_noverify, service_cold, node_cache, peer; ceilings ceiling_recv, ceiling_memcpy, ceiling_nixl.
-Every variant copies each tensor into preallocated parameters, as vLLM's loaders do.
+Every variant copies each tensor into preallocated parameters, as vLLM's loaders do. Bytes from Blob are the server's
+own count: the stand-in's, or Azurite's access log.
 """
 
 from __future__ import annotations
@@ -10,98 +11,164 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_ROUNDS = 5
+ROUNDS = 5
+LOADS = ("ceiling_recv", "ceiling_memcpy", "blob_cold", "blob_cold_noverify", "sdk1", "sdk8", "node_cache")
+SERVED = ("service_cold", "peer")
+"""Through a weight service that starts with an empty cache."""
+UNITS = (
+    ("seconds", "s"), ("cpu_s_per_gb", "s/GB"), ("peak_mib", "MiB"), ("gb_per_s", "GB/s"), ("bytes_from_blob", "bytes")
+)  # fmt: skip
+SAMPLE = Path(__file__).resolve().parent.parent / ".state/models/smollm2-135m-instruct"
 
 
 def bench(report: Any, quick: bool) -> None:
-    """`quick`: one generated model of 8 shards, 0.5 GB, on the stand-in; full: 4 GB too. Rounds interleave the variants."""
+    """`quick`: the sample model on both servers and 0.5 GB of 8 shards on the stand-in; full: 4 GB instead. Rounds interleave."""
     from tests.faults.releases import make_release
+    from tools.sample_model import build
 
-    report.server = "stand-in"
+    build(SAMPLE)
+    report.server = "stand-in, azurite"
     report.note("runai: not run here, it needs https and a CA in the system bundle; modelexpress: pins protobuf < 7")
-    work = Path(tempfile.mkdtemp(prefix="dynamo-blob-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    work = Path(tempfile.mkdtemp(prefix="db-weights-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
-        for gigabytes in (0.5,) if quick else (0.5, 4.0):
-            cell = f"{gigabytes:g}GB-8-shards"
-            source, store = work / "model", work / "store"
-            generate(source, int(gigabytes * 1e9), 8)
-            manifest = make_release(store, source, model="bench")
-            shutil.rmtree(source)
-            _cell(report, cell, work, store, manifest)
-            shutil.rmtree(store)
+        gigabytes = 0.5 if quick else 4.0
+        source, store = work / "model", work / "store"
+        manifest = make_release(store, SAMPLE, model="bench")
+        with stand_in(store) as (url, served):
+            _cell(report, "sample, stand-in", work, url, served, manifest)
+        with azurite(work, store) as (config, served):
+            _cell(report, "sample, azurite", work, config.url, served, manifest, account=config)
+        shutil.rmtree(store)
+        generate(source, int(gigabytes * 1e9), 8)
+        manifest = make_release(store, source, model="bench")
+        shutil.rmtree(source)
+        with stand_in(store) as (url, served):
+            _cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest)
+        _verdict(report)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _cell(report: Any, cell: str, work: Path, store: Path, manifest: Any) -> None:
+class Child:
+    """The forking process that measures."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bench.weights_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def load(self, variant: str, config: Any) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"variant": variant, "config": config.model_dump(mode="json")}) + "\n")
+        self.process.stdin.flush()
+        result = dict(json.loads(self.process.stdout.readline()))
+        if "error" in result:
+            raise RuntimeError(f"{variant}: {result['error']}")
+        return result
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+def _cell(
+    report: Any, cell: str, work: Path, url: str, served: Callable[[], int], manifest: Any, account: Any = None
+) -> None:
     from tests.faults.releases import weights_config
     from tests.faults.services import ServiceProcess
 
-    with stand_in(store) as url:
-        config = weights_config(url, work / "w", manifest, deadline_s=600.0)
-        cold, warm, near = (str(work / name) for name in ("cold", "warm", "near"))
-        size = sum(f.size for f in manifest.files) + 64 * 2**20
-        names = [f"unix:{work}/s/{n}.sock" for n in ("warm", "near")] if find_spec("nixl") else []
-        with ServiceProcess(work / "s", config, "warm", cache_dir=warm, cache_bytes=size, peers=tuple(names)).start(
-            120
-        ) as service:
-            _child("load", config.model_copy(update={"service": service.socket}))  # fills it once
-            variants = [
-                "ceiling_recv",
-                "ceiling_memcpy",
-                "blob_cold",
-                "blob_cold_noverify",
-                "sdk1",
-                "sdk8",
-                "node_cache",
-                "service_cold",
-                *(["peer"] if names else []),
-            ]
-            if not names:
-                report.note("peer: not run, NIXL is not installed here")
-            for round_ in range(_ROUNDS):
-                for variant in variants[round_ % len(variants) :] + variants[: round_ % len(variants)]:
-                    before = served(url)
-                    if variant in ("service_cold", "peer"):
-                        directory = cold if variant == "service_cold" else near
-                        peers = tuple(names) if variant == "peer" else ()
-                        with ServiceProcess(
-                            work / "s", config, "near", cache_dir=directory, cache_bytes=size, peers=peers
-                        ).start(120) as other:
-                            result = _child("load", config.model_copy(update={"service": other.socket}))
-                        shutil.rmtree(directory)
+    config = weights_config(url, work / "w", manifest, deadline_s=600.0)
+    if account is not None:
+        config = config.model_copy(update={"account": account})
+    size = sum(f.size for f in manifest.files) + 64 * 2**20
+    nbytes = sum(f.size for f in manifest.files)
+    names = tuple(f"unix:{work}/s/{n}.sock" for n in ("warm", "near"))
+    cache = lambda name: {"cache_dir": str(work / name), "cache_bytes": size}  # noqa: E731
+    child = Child()
+    with ServiceProcess(work / "s", config, "warm", peers=names, **cache("warm")).start(120) as service:
+        try:
+            child.load("blob_cold", config.model_copy(update={"service": service.socket}))  # fills it once
+            variants = [*LOADS, *SERVED, "ceiling_nixl"]
+            for round_ in range(ROUNDS):
+                turn = round_ % len(variants)
+                for variant in variants[turn:] + variants[:turn]:
+                    before = served()
+                    if variant in SERVED:
+                        peers = names if variant == "peer" else ()
+                        with ServiceProcess(work / "s", config, "near", peers=peers, **cache("near")).start(
+                            120
+                        ) as other:
+                            if peers:
+                                _wire_ready(other)
+                            result = child.load(variant, config.model_copy(update={"service": other.socket}))
+                        _remove(work / "near")
+                    elif variant == "ceiling_nixl":
+                        result = _nixl(nbytes)
                     else:
                         used = (
                             config.model_copy(update={"service": service.socket}) if variant == "node_cache" else config
                         )
-                        result = _child(
-                            {"node_cache": "load", "blob_cold": "load", "blob_cold_noverify": "noverify"}.get(
-                                variant, variant
-                            ),
-                            used,
-                        )
-                    result["bytes_from_blob"] = served(url) - before
-                    for key, unit in (
-                        ("seconds", "s"),
-                        ("cpu_s_per_gb", "s/GB"),
-                        ("peak_mib", "MiB"),
-                        ("gb_per_s", "GB/s"),
-                        ("bytes_from_blob", "bytes"),
-                    ):
-                        report.add(f"{cell} {key}", variant, round_, result[key], unit)
+                        result = child.load(variant, used)
+                    result["bytes_from_blob"] = served() - before
+                    for key, unit in UNITS:
+                        if key in result:
+                            report.add(f"{cell}: {key}", variant, round_, result[key], unit)
+        finally:
+            child.close()
+    _remove(work / "warm")
+
+
+def _wire_ready(service: Any) -> None:
+    """NIXL's import takes seconds; a peer that is long up is what is measured."""
+    end = time.monotonic() + 60
+    while not service.status()["peers"]["wire_ready"] and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def _remove(path: Path) -> None:
+    for folder, _, _ in os.walk(path):
+        os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _nixl(nbytes: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.nixl_rate", str(nbytes)], capture_output=True, text=True, timeout=300, check=True
+    )
+    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    return {"seconds": seconds, "gb_per_s": nbytes / seconds / 1e9}
+
+
+def _verdict(report: Any) -> None:
+    from statistics import median
+
+    cells = sorted({r["cell"].partition(": ")[0] for r in report.rows})
+    for cell in cells:
+        rate = {
+            v: median(x["value"] for x in report.rows if x["cell"] == f"{cell}: gb_per_s" and x["variant"] == v)
+            for v in (*LOADS, *SERVED, "ceiling_nixl")
+        }
+        blob = {
+            v: max(x["value"] for x in report.rows if x["cell"] == f"{cell}: bytes_from_blob" and x["variant"] == v)
+            for v in ("node_cache", "peer")
+        }
+        report.note(
+            f"{cell}: blob_cold {rate['blob_cold'] / rate['ceiling_recv']:.2f} of ceiling_recv (goal 0.85 on the stand-in), verification costs "
+            f"{1 - rate['blob_cold'] / rate['blob_cold_noverify']:.0%}; node_cache {rate['node_cache'] / rate['ceiling_memcpy']:.2f} of ceiling_memcpy "
+            f"(goal 0.8), {blob['node_cache']:.0f} bytes from Blob; peer {rate['peer'] / rate['ceiling_nixl']:.2f} of ceiling_nixl (goal 0.8), "
+            f"{blob['peer']:.0f} bytes from Blob; blob_cold {rate['blob_cold'] / rate['sdk1']:.1f}x sdk1, {rate['blob_cold'] / rate['sdk8']:.1f}x sdk8"
+        )
 
 
 def generate(directory: Path, nbytes: int, shards: int) -> None:
@@ -123,9 +190,10 @@ def generate(directory: Path, nbytes: int, shards: int) -> None:
 
 
 @contextlib.contextmanager
-def stand_in(root: Path) -> Iterator[str]:
-    """The stand-in as a process of its own; yields its account URL."""
+def stand_in(root: Path) -> Iterator[tuple[str, Callable[[], int]]]:
+    """The stand-in as a process of its own; yields its account URL and how many body bytes of objects it has sent."""
     import socket
+    import urllib.request
 
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
@@ -139,142 +207,32 @@ def stand_in(root: Path) -> Iterator[str]:
             if time.monotonic() > end:
                 raise TimeoutError("the stand-in does not start")
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/standin"
+
+        def served() -> int:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/__served__", timeout=10) as answer:
+                return int(sum(n for name, n in json.loads(answer.read()).items() if "/objects/" in name))
+
+        yield f"http://127.0.0.1:{port}/standin", served
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(10)
 
 
-def served(url: str) -> int:
-    """Body bytes of objects that left the stand-in, by its own count."""
-    import urllib.request
+@contextlib.contextmanager
+def azurite(work: Path, store: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
+    """Azurite with the release of `store` uploaded; yields the account and the bytes of objects in its access log."""
+    from components.common.storage import azurite as embedded
+    from tests.kvtools.azure import Store
 
-    with urllib.request.urlopen(url.rsplit("/", 1)[0] + "/__served__", timeout=10) as answer:
-        return int(sum(n for name, n in json.loads(answer.read()).items() if "/objects/" in name))
-
-
-def _child(variant: str, config: Any) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.weights", variant, config.model_dump_json()],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{variant}: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def main() -> int:
-    """One measured load in a process of its own: clock from the first request to the last tensor in the parameters."""
-    import torch
-
-    from components.common.loading.config import WeightsConfig
-    from components.common.loading.plan import weight_files
-    from components.common.loading.report import Report
-    from components.common.loading.resolve import resolve
-    from components.common.loading.session import Session
-    from components.common.loading.tensors import _TORCH
-
-    variant, config = sys.argv[1], WeightsConfig.model_validate_json(sys.argv[2])
-    torch.set_num_threads(1)
-    found = resolve(config, Report())
-    parameters = {
-        t.name: torch.empty(t.shape, dtype=getattr(torch, _TORCH[t.dtype])).fill_(0) for t in found.manifest.tensors
-    }
-    files = weight_files(found.manifest)
-    nbytes = sum(f.size for f in files)
-    run = {"ceiling_recv": _receive, "ceiling_memcpy": _memcpy, "sdk1": _sdk, "sdk8": _sdk}.get(variant)
-    prepared = _prepare(variant, nbytes)
-    cpu, began = time.process_time(), time.perf_counter()
-    if run is not None:
-        run(variant, config, found, files, parameters, prepared)
-    else:
-        for name, tensor in Session(config, found, Report(), verify=variant != "noverify").tensors():
-            parameters[name].copy_(tensor)
-    seconds, used = time.perf_counter() - began, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        json.dumps(
-            {
-                "seconds": seconds,
-                "cpu_s_per_gb": used / nbytes * 1e9,
-                "peak_mib": peak,
-                "gb_per_s": nbytes / seconds / 1e9,
-            }
-        )
-    )
-    return 0
-
-
-def _prepare(variant: str, nbytes: int) -> Any:
-    import numpy as np
-
-    if variant in ("ceiling_recv", "ceiling_memcpy"):
-        buffer = np.zeros(nbytes, dtype=np.uint8)
-        buffer[::4096] = 1  # every page is there before the clock starts
-        return buffer
-    return None
-
-
-def _receive(variant: str, config: Any, found: Any, files: Any, parameters: Any, buffer: Any) -> None:
-    """Only recv_into of the same ranges over as many connections as blob_cold may use; no digest, no tensors."""
-    jobs, at = [], 0
-    for f in files:
-        for i in range(len(f.ranges)):
-            begin, end = i * found.manifest.range_bytes, min(f.size, (i + 1) * found.manifest.range_bytes)
-            jobs.append((f.blob, begin, at, end - begin))
-            at += end - begin
-    lock, left = threading.Lock(), iter(jobs)
-
-    def work() -> None:
-        while True:
-            with lock:
-                job = next(left, None)
-            if job is None:
-                return
-            blob, begin, where, count = job
-            found.reader.read_into(config.release.container, blob, begin, buffer[where : where + count].data)
-
-    threads = [threading.Thread(target=work) for _ in range(config.range_in_flight)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-
-
-def _memcpy(variant: str, config: Any, found: Any, files: Any, parameters: Any, buffer: Any) -> None:
-    """Only the copy of every tensor into its parameter, from memory that is already there."""
-    import torch
-
-    whole, at = torch.from_numpy(buffer), 0
-    for p in parameters.values():
-        n = p.numel() * p.element_size()
-        p.copy_(whole[at : at + n].view(p.dtype).view(p.shape))
-        at += n
-
-
-def _sdk(variant: str, config: Any, found: Any, files: Any, parameters: Any, _: Any) -> None:
-    """azure-storage-blob to files on disk, then safetensors' loader: what a script without us does."""
-    from safetensors import safe_open
-
-    from components.common.storage.account import Account
-
-    with tempfile.TemporaryDirectory() as directory:
-        account = Account(config.account)
-        paths = []
-        for f in files:
-            path = Path(directory) / f.path
-            with path.open("wb") as out:
-                account.blob(config.release.container, f.blob).download_blob(max_concurrency=int(variant[3:])).readinto(
-                    out
-                )
-            paths.append(path)
-        for path in paths:
-            with safe_open(path, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    parameters[name].copy_(tensors.get_tensor(name))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    server = Store(work / "azurite").start()
+    try:
+        account = server.account()
+        account.container("weights").create_container()
+        for path in sorted(p for p in (store / "weights").rglob("*") if p.is_file()):
+            with path.open("rb") as f:
+                account.blob("weights", path.relative_to(store / "weights").as_posix()).upload_blob(f)
+        log = Path(server.config.access_log)
+        yield server.account_config(), lambda: embedded.served(log, path_contains="/objects/")
+    finally:
+        server.kill()
+        shutil.rmtree(work / "azurite", ignore_errors=True)

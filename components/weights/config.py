@@ -20,6 +20,10 @@ class WeightServiceConfig(Config):
         description="owner of cache files when the service runs as root, so that no worker owns them; -1 = the service's own uid",
     )
     peers: tuple[str, ...] = Field((), description="other weight services: unix:/path or host:port")
+    announce: str = Field(
+        "",
+        description="nats://host:port where promotions are announced; empty = a moved channel is noticed at the next start",
+    )
     peer_name: str = Field("", description="this service's address as its peers name it; empty = `listen`")
     peer_deadline_s: float = Field(
         10.0,

@@ -119,6 +119,7 @@ class Peers:
                 "marked": dict(self.marked),
                 "pulled_bytes": self.wire.pulled,
                 "quarantined": self.wire.pool.quarantined,
+                "wire_ready": self.wire.ready,
             }
 
     def _usable(self, peer: str) -> bool:

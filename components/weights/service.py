@@ -14,6 +14,7 @@ from components.common.errors import DynamoBlobError
 from components.common.loading.plan import is_weights, weight_files
 from components.common.loading.report import Report
 from components.common.loading.resolve import Found, from_cache, outage, parse_manifest
+from components.common.messages.announce import Announcement, Listener
 from components.common.messages.weights import Release, Source, Sources
 from components.common.registry.manifest import FileEntry
 from components.weights.cache import Entry, NodeCache
@@ -43,6 +44,8 @@ class WeightService:
         self.filler: Filler | None = None
         self.peers: Peers | None = None
         self.wire: Wire | None = None
+        self.listener: Listener | None = None
+        self.channel: dict[str, str] = {}
         self._objects: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -162,6 +165,32 @@ class WeightService:
         here = (Source(kind="cache", uri=str(entry.path)),) if entry is not None and entry.state == "present" else ()
         return Sources(object=digest, ranges=tuple((*here, blob) for _ in file.ranges))
 
+    def listen(self) -> None:
+        """Hear of promotions, where the plan says that they are announced. Degrades to nothing without NATS."""
+        if self.config.announce and self.listener is None:
+            self.listener = Listener(self.config.announce, "promoted", self.announced, self.config.name).start()
+
+    def announced(self, item: Announcement | None) -> None:
+        """Somebody says that a channel moved: read ours. The release in service stays pinned; status and log say what a restart would serve."""
+        from components.common.registry.channel import read_channel
+        from components.common.registry.layout import Layout
+        from components.common.storage.account import Account
+
+        w = self.config.weights
+        if self.release is None or (item is not None and item.model != w.release.model):
+            return
+        account = Account(w.account)
+        try:
+            channel = read_channel(account, Layout(w.release.container), w.release.model)
+        finally:
+            account.close()
+        before, now = self.channel.get("current"), channel.current if channel else ""
+        self.channel = {"current": now, "serves": self.release.version}
+        if now != before and now and now != self.release.version:
+            log.warning(
+                "%s: %s %s is current now; %s stays in service until a restart", self.config.name, w.release.model, now, self.release.version
+            )  # fmt: skip
+
     def count(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self.counts[name] += amount
@@ -176,10 +205,13 @@ class WeightService:
             "error": self.error.as_json() if self.error else None, "counts": counts, "load": self.report.as_json(),
             "cache": self.cache.status() if self.cache else None,
             "peers": self.peers.status() if self.peers else None,
+            "channel": self.channel, "announcements": self.listener.status() if self.listener else None,
         }  # fmt: skip
 
     def close(self) -> None:
         self._stop.set()
+        if self.listener:
+            self.listener.close()
         if self.filler:
             self.filler.close()
         if self.wire:

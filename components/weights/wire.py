@@ -76,6 +76,11 @@ class Wire:
         self._thread = threading.Thread(target=self._run, name="weights-wire", daemon=True)
         self._thread.start()  # NIXL imports torch, seconds: the service answers meanwhile
 
+    @property
+    def ready(self) -> bool:
+        """Whether NIXL works here now; its import takes seconds."""
+        return self._started.is_set() and not self._error
+
     def wait_started(self) -> bool:
         """Whether NIXL works here; waits for its import, a minute at most."""
         return self._started.wait(_START_S) and not self._error
