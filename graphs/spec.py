@@ -158,7 +158,9 @@ class ComponentSpec(Spec):
     replicas: int = Field(1, ge=0, le=64)
     memory: Size = Field(0, description="memory limit, bytes; 0 = what the plan expects")
     cpus: float = Field(0.0, ge=0, description="CPU request; 0 = not stated")
-    env: dict[str, str] = Field({}, description="further environment variables; values are strings")
+    env: dict[str, Annotated[str, Field(pattern=r"^[^\x00]*$")]] = Field(
+        {}, description="further environment variables; values are strings"
+    )
     drain_s: float = Field(30.0, ge=0, le=3600, description="seconds answers in flight may finish in on SIGTERM")
     grace_s: float = Field(
         0.0,

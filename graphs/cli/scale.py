@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     component, eq, number = args.what.partition("=")
-    if not eq or not number.isdigit():
+    if not eq or not component or not number.isdecimal():
         raise DynamoBlobError("CLI-ARGUMENT", f"'{args.what}' is not component=replicas", do="dynamo scale prefill=2")
     done = control.ask(
         control_socket(live(args).path),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     state = (args.state or runs.default_state()).absolute()
+    if args.json:
+        writable(args.json)
     if args.dry_run:
         return dry_run(args, state)
     with View(args.quiet) as view:
@@ -74,13 +77,30 @@ async def _serve(session: Session, json_file: str | None) -> None:
             f"ready: {session.supervisor.plan.endpoint}/v1  model {session.graph.spec.served_model}  logs in {session.supervisor.run_dir}/logs"
         )
         if json_file:
-            emit(json_file, {**session.supervisor.snapshot(), "phases": session.supervisor.phases})
+            try:
+                emit(json_file, {**session.supervisor.snapshot(), "phases": session.supervisor.phases})
+            except DynamoBlobError as e:  # the graph serves all the same
+                session.view.say(str(e))
 
     task = asyncio.create_task(announce())
     try:
         await session.run()
     finally:
         task.cancel()
+
+
+def writable(file: str) -> None:
+    """Raises CLI-WRITE now rather than after minutes of work. Leaves no file where there was none."""
+    if file == "-":
+        return
+    there = os.path.lexists(file)
+    try:
+        with open(file, "a"):
+            pass
+        if not there:
+            os.unlink(file)
+    except OSError as e:
+        raise DynamoBlobError("CLI-WRITE", "the JSON file cannot be written", where=file, why=str(e.strerror)) from None
 
 
 def emit(file: str, value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import re
 import signal
@@ -72,7 +73,7 @@ class Child:
         """Start the process. Raises OSError."""
         p = self.process
         if p.config is not None:
-            write_json(Path(p.config_path), p.config)
+            write_config(Path(p.config_path), p.config)
         for path in p.sockets:
             Path(path).unlink(missing_ok=True)  # a killed predecessor's socket
         Path(p.cwd).mkdir(parents=True, exist_ok=True)
@@ -80,9 +81,10 @@ class Child:
         self.ready.clear()
         self.starts += 1
         parent = os.getpid()
-        with open(self.log, "ab") as log:
-            log.write(f"--- start {self.starts} at {time.strftime('%H:%M:%S')}: {' '.join(p.argv)}\n".encode())
-            log.flush()
+        with open(self.log, "ab", buffering=0) as log:
+            with suppress(OSError):  # a full disk
+                log.write(f"--- start {self.starts} at {time.strftime('%H:%M:%S')}: {' '.join(p.argv)}\n".encode())
+                log.flush()
             self.popen = subprocess.Popen(
                 p.argv, env=environment(p, os.environ), cwd=p.cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, preexec_fn=lambda: _dies_with(parent),
@@ -94,7 +96,13 @@ class Child:
             "starting",
             "",
         )
-        fd = os.pidfd_open(self.popen.pid)
+        try:
+            fd = os.pidfd_open(self.popen.pid)
+        except OSError:  # no descriptor left: nobody would see it end
+            self.popen.kill()
+            self.popen.wait()
+            self.exited.set()
+            raise
         asyncio.get_running_loop().add_reader(fd, self._on_exit, fd)
 
     def _on_exit(self, fd: int) -> None:
@@ -163,6 +171,19 @@ class Child:
             "name": p.name, "component": p.component, "state": self.state, "why": self.why, "pid": self.pid, "restarts": max(0, self.starts - 1),
             "ready_after_s": self.ready_after, "ports": {port.name: port.number for port in p.ports}, "log": str(self.log),
         }  # fmt: skip
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    """The plan file of a process. On a full disk the one of its last start serves as well, if it says the same."""
+    try:
+        write_json(path, config)
+    except OSError:
+        try:
+            same = json.loads(path.read_text()) == json.loads(json.dumps(config))
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            raise
 
 
 def tail(path: Path, most: int = 16384) -> list[str]:

@@ -24,10 +24,13 @@ async def serve(path: Path, handler: Handler) -> asyncio.Server:
         with suppress(ConnectionError, ValueError):
             while line := await reader.readline():
                 try:
-                    answer = await handler(json.loads(line))
+                    message = json.loads(line)
+                    if not isinstance(message, dict):
+                        raise TypeError("not a JSON object")
+                    answer = await handler(message)
                 except DynamoBlobError as e:
                     answer = {"error": e.as_json()}
-                except (ValueError, KeyError, TypeError) as e:
+                except Exception as e:  # whatever was sent, the launcher lives on
                     answer = {
                         "error": DynamoBlobError(
                             "CONTROL-INVALID", "the launcher does not understand", why=f"{type(e).__name__}: {e}"

@@ -13,12 +13,15 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
 from graphs.launch import proc
+from graphs.site import Site
 from graphs.sockets import socket_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,9 +49,9 @@ class Run:
     def read(cls, path: Path) -> Run:
         try:
             state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             state = {}
-        return cls(path, state)
+        return cls(path, _sound(state))
 
     @property
     def launcher_alive(self) -> bool:
@@ -62,6 +65,36 @@ class Run:
     @property
     def sessions(self) -> set[int]:
         return {int(s) for s in self.state.get("sessions", [])}
+
+
+def _sound(state: Any) -> dict[str, Any]:
+    """What can be believed of a state.json: a file that a crash or an editor damaged must not stop the next start."""
+
+    def whole(x: Any) -> bool:
+        return type(x) is int and 0 < x < 1 << 63
+
+    out = dict(state) if isinstance(state, dict) else {}
+    who = out.get("launcher")
+    fits = {
+        "launcher": isinstance(who, dict) and whole(who.get("pid")) and whole(who.get("start")),
+        "sessions": isinstance(out.get("sessions"), list) and all(map(whole, out["sessions"])),
+        "shm_files": isinstance(out.get("shm_files"), list) and all(isinstance(x, str) for x in out["shm_files"]),
+        **{name: isinstance(out.get(name), str) for name in ("phase", "graph", "shm_dir")},
+    }
+    return {k: v for k, v in out.items() if fits.get(k, True)}
+
+
+@contextmanager
+def usable(state: Path) -> Iterator[None]:
+    """Around what writes to a state directory. Raises LAUNCH-STATE-DIR when it cannot be written."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as e:
+        raise DynamoBlobError(
+            "LAUNCH-STATE-DIR", "the state directory cannot be used", where=str(e.filename or state), why=str(e.strerror or e),
+            do="make it a directory this user may write to, with room, or give another: --state DIR",
+        ) from None  # fmt: skip
 
 
 def all_runs(state: Path) -> list[Run]:
@@ -126,17 +159,17 @@ def sweep(state: Path) -> list[str]:
 
 
 def _abandoned(run: Run) -> bool:
-    """The moment between making a directory and naming its launcher in it is short: after a minute it is over."""
-    return bool(run.state.get("launcher")) or time.time() - run.path.stat().st_mtime > 60
+    """The moment between making a directory and naming its launcher in it is short: after a minute it is over (or before: clocks are set)."""
+    return bool(run.state.get("launcher")) or abs(time.time() - run.path.stat().st_mtime) > 60
 
 
 def remove_traces(run: Run) -> list[str]:
     """Everything of an ended run that must not stay: shared memory, sockets, credentials, discovery entries."""
     files = proc.unlink_shm(run.state.get("shm_files", []))
-    shm = run.state.get("shm_dir", "")
-    if shm.startswith("/dev/shm/dynamo-blob-") and Path(shm).is_dir():
-        files.append(shm)
-        _remove_tree(Path(shm))
+    shm = Site(run=run.path, state=run.path).shm  # follows from the path alone, so that lost notes do not matter
+    if shm.is_dir():
+        files.append(str(shm))
+        _remove_tree(shm)
     for name in ("credentials", "discovery", "cwd"):
         shutil.rmtree(run.path / name, ignore_errors=True)
     shutil.rmtree(socket_directory(run.path), ignore_errors=True)

@@ -49,6 +49,7 @@ class Session:
         """Requests the store had served when publishing ended: what comes after is serving."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._interrupted = 0
+        self._scaling = asyncio.Lock()
 
     def phase(self, name: str, start: float) -> None:
         self.phases.append(
@@ -66,11 +67,12 @@ class Session:
         for sig in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(sig, self.interrupt)
         start = time.monotonic()
-        for line in await asyncio.to_thread(runs.sweep, self.state):
-            self.view.say(f"cleaned up after a killed launcher: {line}")
-        if self.graph.spec.storage.embedded == "azurite":
-            self.lock = runs.Lock(self.state / "azurite.lock")
-        run_dir = runs.new_run(self.state, self.graph.spec.graph)
+        with runs.usable(self.state):
+            for line in await asyncio.to_thread(runs.sweep, self.state):
+                self.view.say(f"cleaned up after a killed launcher: {line}")
+            if self.graph.spec.storage.embedded == "azurite":
+                self.lock = runs.Lock(self.state / "azurite.lock")
+            run_dir = runs.new_run(self.state, self.graph.spec.graph)
         self.site = Site(run=run_dir, state=self.state)
         issuer = None
         try:
@@ -198,7 +200,8 @@ class Session:
                 supervisor.stop()
                 return {"stopping": True, "run_dir": str(supervisor.run_dir)}
             case "scale":
-                return await self._scale(str(message["component"]), int(message["replicas"]))
+                async with self._scaling:  # one at a time: a replica that drains cannot be started again meanwhile
+                    return await self._scale(str(message["component"]), int(message["replicas"]))
         raise DynamoBlobError("CONTROL-UNKNOWN", f"no operation {message.get('op')!r}", why="status, stop, scale")
 
     async def _scale(self, component: str, replicas: int) -> dict[str, Any]:
@@ -217,6 +220,11 @@ class Session:
             f"components.{component}.replicas={replicas}"
         ]
         graph, before = read_graph(self.path, sets), self.graph
+        if graph.document.text != before.document.text:
+            raise DynamoBlobError(
+                "LAUNCH-SCALE", "the graph file has changed since the start", where=self.path,
+                why="new replicas would run another graph than those that serve", do="restart the graph, or put the file back",
+            )  # fmt: skip
         raise_first([f for f in check_loaded(graph) if f.severity == "error"])
         if getattr(graph.spec.components, component) is None or getattr(before.spec.components, component) is None:
             raise DynamoBlobError("LAUNCH-SCALE", f"the graph has no component '{component}'", where=self.path)

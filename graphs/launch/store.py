@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
@@ -34,6 +35,7 @@ from graphs.site import EMBEDDED_ACCOUNTS, Release, Site
 from graphs.spec import GraphSpec
 
 Progress = Callable[[str], None]
+AZURITE_DATABASES = ("__azurite_db_blob__.json", "__azurite_db_blob_extent__.json")
 IDENTITIES: dict[str, dict[str, Role]] = {
     "weights": {
         "serving": "serving",
@@ -89,9 +91,8 @@ def known_release(graph: Graph, site: Site) -> Release | None:
     model = graph.spec.model
     if not model.version:
         return None
-    try:
-        entry = json.loads(record_path(site).read_text())[f"{model.name}/{model.version}"]
-    except (OSError, ValueError, KeyError):
+    entry = _records(site).get(f"{model.name}/{model.version}")
+    if entry is None or not _settled(graph, site, entry):
         return None
     source = source_directory(graph) if model.source and not model.source.startswith("sample:") else None
     if source is not None and source.is_dir() and entry.get("fingerprint") not in ("", fingerprint(source)):
@@ -108,16 +109,40 @@ def known_release(graph: Graph, site: Site) -> Release | None:
     )
 
 
-def remember(graph: Graph, site: Site, release: Release) -> None:
+def _records(site: Site) -> dict[str, dict[str, Any]]:
+    """What was published here, by MODEL/VERSION. A damaged record is no record."""
     try:
-        known = json.loads(record_path(site).read_text())
+        found = json.loads(record_path(site).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    texts = ("manifest_digest", "weights_digest", "fingerprint")
+    return {k: e for k, e in entries if isinstance(e, dict) and all(isinstance(e.get(t), str) for t in texts)}
+
+
+def _settled(graph: Graph, site: Site, entry: dict[str, Any]) -> bool:
+    """Has Azurite itself written down what was published? It does every 5 s; killed before that it has forgotten,
+    and a start that trusts the record would be refused by the weight service for ever."""
+    model, layout = graph.spec.model, Layout(graph.spec.storage.weights.container)
+    names = [layout.signature(model.name, model.version)]
+    if model.source and not foreign(graph.spec):
+        names.append(layout.approval(model.name, model.version))
+    folder = record_path(site).parent
+    try:
+        saved = min((folder / name).stat().st_mtime for name in AZURITE_DATABASES)
+        text = (folder / AZURITE_DATABASES[0]).read_text()
     except (OSError, ValueError):
-        known = {}
+        return False
+    return saved >= entry.get("published_at", 0) and all(f'"name":{json.dumps(n)}' in text for n in names)
+
+
+def remember(graph: Graph, site: Site, release: Release) -> None:
+    known = _records(site)
     source = source_directory(graph) if graph.spec.model.source else None
     known[f"{graph.spec.model.name}/{release.version}"] = {
         "manifest_digest": release.manifest_digest, "weights_digest": release.weights_digest,
         "publisher_keys": release.publisher_keys, "approver_keys": release.approver_keys,
-        "fingerprint": fingerprint(source) if source and source.is_dir() else "",
+        "fingerprint": fingerprint(source) if source and source.is_dir() else "", "published_at": time.time(),
     }  # fmt: skip
     write_json(record_path(site), known)
 

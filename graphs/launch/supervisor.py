@@ -44,6 +44,8 @@ class Supervisor:
         self.phases: list[dict[str, Any]] = []
         self.phase = "starting"
         self.failure: DynamoBlobError | None = None
+        self.note = ""
+        """What is wrong with the launcher's own notes; empty when nothing is."""
         self.ready = asyncio.Event()
         self._minders: dict[str, asyncio.Task[None]] = {}
         self._complete = False
@@ -118,6 +120,8 @@ class Supervisor:
         try:
             while not self._stop.is_set():
                 await self._dependencies(child)
+                if child.stopping or self._stop.is_set():  # a dependency may become ready while the graph drains
+                    return
                 self._set(child, "starting")
                 child.spawn()
                 self._note()
@@ -310,8 +314,12 @@ class Supervisor:
             **self.snapshot(), "launcher": {"pid": me.pid, "start": me.start}, "sessions": sorted(self.sessions()), "shm_files": shm,
             "shm_dir": self.plan.shm_dir,
         }  # fmt: skip
-        write_json(self.run_dir / "state.json", state)
-        write_json(self.run_dir / "phases.json", self.phases)
+        try:
+            write_json(self.run_dir / "state.json", state)
+            write_json(self.run_dir / "phases.json", self.phases)
+            self.note = ""
+        except OSError as e:  # a full disk must not end what serves, nor keep the drain from happening
+            self.note = f"the run directory cannot be written: {e.strerror}"
         self.changed()
 
     def snapshot(self) -> dict[str, Any]:
@@ -324,7 +332,7 @@ class Supervisor:
             rows.append(row)
         return {
             "graph": self.plan.graph, "phase": self.phase, "endpoint": self.plan.endpoint, "model": self.plan.served_model, "engine": self.plan.engine_kind,
-            "release": self.plan.release, "run_dir": str(self.run_dir), "elapsed_s": round(self.elapsed(), 1), "processes": rows,
+            "release": self.plan.release, "run_dir": str(self.run_dir), "elapsed_s": round(self.elapsed(), 1), "note": self.note, "processes": rows,
         }  # fmt: skip
 
 

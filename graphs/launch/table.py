@@ -30,7 +30,7 @@ def table(snapshot: dict[str, Any]) -> Table:
             str(row["pid"] or ""),
             ports,
             str(row["restarts"] or ""),
-            words,
+            Text(words),  # as it is: a log line may look like markup
         )
     return out
 
@@ -42,6 +42,8 @@ def headline(snapshot: dict[str, Any]) -> Text:
         line += "  [fake engine: no model runs here]"
     if release.get("trust") == "none":
         line += "  [unsigned: digests alone prove the bytes]"
+    if snapshot.get("note"):
+        line += f"  [{snapshot['note']}]"
     if snapshot["phase"] == "serving":
         line += f"  {snapshot['endpoint']}"
     return Text(line, "bold")
@@ -85,11 +87,12 @@ class View:
                         f"{snapshot['elapsed_s']:6.1f} s  {row['name']:<18} {row['state']}{words}",
                         highlight=False,
                         soft_wrap=True,
+                        markup=False,
                     )
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def phase_table(phases: list[dict[str, Any]]) -> Table:
