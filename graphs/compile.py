@@ -151,7 +151,7 @@ class _Compiler:
             approver_keys=tuple(trust.approver_keys if trust else ()),
         )
 
-    def weights_config(self, identity: str, version: str = "", service: str = "", report: str = "") -> WeightsConfig:
+    def weights_config(self, identity: str, version: str = "", service: str = "", report: str = "", cache_dir: str = "") -> WeightsConfig:
         spec, other = self.spec, bool(version) and version != self.version()
         return WeightsConfig(
             release=ReleaseConfig(
@@ -162,6 +162,7 @@ class _Compiler:
             # Workers start beside the store and the weight service: the wait covers their start.
             service_deadline_s=60.0, on_outage=spec.components.weights.on_outage, loader=spec.engine.loader,
             allow_unverified=spec.engine.allow_unverified, budget_bytes=spec.components.weights.budget_bytes, report=report,
+            cache_dir=cache_dir,  # read by itself only when neither service nor store answers
         )  # fmt: skip
 
     def storage(self) -> tuple[StorageUse, ...]:
@@ -235,6 +236,7 @@ class _Compiler:
             name=f"weights-{i}", listen=listen, weights=self.weights_config("serving-weights-only"),
             cache_dir=cache, cache_bytes=spec.cache_bytes,
             peers=site.weights_peers(self.spec, i),
+            announce=self.env.announce(),
         )  # fmt: skip
         return self.process(
             "weights", i, spec, [site.python, "-m", "components.weights"], config=config, env=self.env.python(),
@@ -267,7 +269,7 @@ class _Compiler:
         config = WorkerConfig(
             name=name, role=role, served_model=self.spec.served_model, namespace=site.namespace(self.spec), component=DYNAMO_COMPONENT[role],
             discovery=site.discovery(self.spec), request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
-            run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report),
+            run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report, site.cache_dir(self.spec, cached)),
             kv=KvConfig(settings=self.kv_settings(worker, identity, name)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
             mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=site.bind(self.spec), nixl_port=nixl,
             nixl_backends=tuple(spec.nixl_backends), drain_s=spec.drain_s,
@@ -315,6 +317,7 @@ class _Compiler:
             "account": self.site.account(self.spec, "kv", identity).model_dump(mode="json"), "container": self.spec.storage.kv.container,
             "tenants_file": self.site.tenants_file(self.graph.document.name, self.spec.components.frontend.tenants_file),
             "weights_digest": self.weights_digest(), "status_file": str(self.site.run / "reports" / f"{name}.kv.json"),
+            "announce": self.env.announce(),
         }  # fmt: skip
         return {**own, **{k: _size(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
 

@@ -21,12 +21,8 @@ LOCAL = (
 """What a graph for one machine leaves open: keys instead of an open gateway, and the release by digest."""
 
 
-PLANES = {
-    "mock-cluster": (
-        "runtime.etcd_url=http://etcd.dynamo-system:2379",
-        "runtime.nats_url=nats://nats.dynamo-system:4222",
-    )
-}
+_CLUSTER = ("runtime.etcd_url=http://etcd.dynamo-system:2379", "runtime.nats_url=nats://nats.dynamo-system:4222")
+PLANES = {"mock-cluster": _CLUSTER, "disagg-cluster": _CLUSTER}
 
 
 def graph_files() -> list[Path]:

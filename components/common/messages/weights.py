@@ -5,6 +5,10 @@
     GET  /v1/manifest         -> the canonical manifest bytes, verbatim
     GET  /v1/sources?object=B -> Sources for the file whose blake3 is B
     GET  /v1/status           -> counters (JSON)
+    GET  /v1/lease?object=B   -> JSON lines for as long as the connection is open, which is the lease: first {"path", "then", "ready"}
+                                 (ranges that may be read; "then" = the path once complete), then {"ready": [...]}, {"done": true} or {"error"}
+    GET  /v1/peer/claim?object=B&range=i&by=S   another service asks who reads range i from Blob: ready (here), busy (being read here), free (yours)
+    GET  /v1/peer/range?object=B&range=i&wait=S waits up to S seconds for the range, then what a peer needs to read the file over NIXL: agent, metadata (base64), address
 
 A loader never trusts these answers for content: every range is checked against the manifest whose
 digest it was told by its own plan or by a verified signature.
