@@ -21,14 +21,14 @@ from components.common.errors import DynamoBlobError
 from components.common.registry import audit, signing
 from components.common.registry.config import TrustConfig
 from components.common.registry.hashing import hash_file
-from components.common.registry.layout import Layout
+from components.common.registry.layout import Layout, path_problem
 from components.common.registry.manifest import RANGE_BYTES, FileEntry, canonical_json
 from components.common.registry.progress import Meter, Report
 from components.common.registry.publish import scan
 from components.common.registry.release import Stored
 from components.common.registry.signing import SigningKey
 from components.common.registry.upload import upload
-from components.common.storage.account import Account
+from components.common.storage.account import Account, BlobInfo
 from components.common.storage.errors import StorageError
 
 FORMAT = "dynamo-blob.artifacts/1"
@@ -48,15 +48,26 @@ class Artifacts:
         for file in self.files:
             path = target / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            data = account.get(layout.container, file.blob)
-            if blake3(data).hexdigest() != file.blake3:
-                raise DynamoBlobError(
-                    "REGISTRY-OBJECT-CORRUPT", f"the object of artifact {file.path} is not what was signed", where=account.uri(layout.container, file.blob),
-                    why=f"expected blake3 {file.blake3}", do="attach the artifacts again",
-                )  # fmt: skip
+            data = _content(account, layout, file)
             scratch = path.with_name(f".{path.name}.part")
             scratch.write_bytes(data)
             scratch.replace(path)
+
+
+def _content(account: Account, layout: Layout, file: FileEntry) -> bytes:
+    """The bytes of `file`, compared. Raises REGISTRY-OBJECT-MISSING or -CORRUPT."""
+    where, data = account.uri(layout.container, file.blob), _get(account, layout.container, file.blob)
+    if data is None:
+        raise DynamoBlobError(
+            "REGISTRY-OBJECT-MISSING", f"the object of artifact {file.path} is not in the registry", where=where,
+            why="attaching was interrupted, or someone removed it", do="attach the same directory again: it goes on where it stopped",
+        )  # fmt: skip
+    if blake3(data).hexdigest() != file.blake3:
+        raise DynamoBlobError(
+            "REGISTRY-OBJECT-CORRUPT", f"the object of artifact {file.path} is not what was signed", where=where,
+            why=f"expected blake3 {file.blake3}, found {blake3(data).hexdigest()}", do="attach the artifacts again",
+        )  # fmt: skip
+    return data
 
 
 def selector_digest(selector: dict[str, str]) -> str:
@@ -72,6 +83,12 @@ def selector_digest(selector: dict[str, str]) -> str:
 
 def artifact_prefix(model: str, version: str) -> str:
     return f"artifacts/{model}/{version}/"
+
+
+def artifact_lists(account: Account, layout: Layout, model: str, version: str) -> list[BlobInfo]:
+    """The lists attached to exactly this release: version `b` of model `a` and model `a/b` share a prefix."""
+    prefix = artifact_prefix(model, version)
+    return [i for i in account.list(layout.container, prefix) if "/" not in i.name.removeprefix(prefix)]
 
 
 def _approval(layout: Layout, model: str, version: str, selector: dict[str, str]) -> str:
@@ -141,7 +158,10 @@ def attach(
 def approve_artifacts(
     account: Account, layout: Layout, stored: Stored, selector: dict[str, str], key: SigningKey
 ) -> None:
-    """An approver vouches for what is attached now under `selector`. Raises REGISTRY-ARTIFACT-MISSING, REGISTRY-APPROVAL-SELF."""
+    """An approver vouches for what is attached now under `selector`, every byte compared.
+
+    Raises REGISTRY-ARTIFACT-MISSING, REGISTRY-APPROVAL-SELF, REGISTRY-OBJECT-MISSING, REGISTRY-OBJECT-CORRUPT.
+    """
     model, version = stored.manifest.model, stored.manifest.version
     name = artifact_prefix(model, version) + selector_digest(selector) + ".json"
     data = _get(account, layout.container, name)
@@ -156,6 +176,8 @@ def approve_artifacts(
             where=where,
             do="someone else must approve, with another key",
         )
+    for item in document.get("files", []):
+        _content(account, layout, FileEntry.parse(item, where=where))
     approval = key.sign({"format": APPROVAL_FORMAT, "artifacts": signing.digest(data), "approved_at": audit.now_iso()})
     account.create(layout.approvals, _approval(layout, model, version, selector), approval)
     audit.append(
@@ -190,17 +212,15 @@ def find(account: Account, layout: Layout, stored: Stored, selector: dict[str, s
         ):
             return Artifacts(reason=f"REGISTRY-ARTIFACT-MISMATCH: {where} is for another release or selector")
         if trust.require == "approval":
-            _check_approval(account, layout, model, version, selector, signing.digest(data), trust)
+            _check_approval(
+                account, layout, model, version, selector, signing.digest(data), str(document["key"]), trust
+            )
         files = tuple(FileEntry.parse(f, where=where) for f in document.get("files", []))
     except DynamoBlobError as e:
         if e.code.startswith("STORAGE-"):
             raise
         return Artifacts(reason=f"{e.code}: {e.what}")
-    unsafe = [
-        f.path
-        for f in files
-        if f.path.startswith("/") or ".." in f.path.split("/") or f.blob != layout.object(f.blake3)
-    ]
+    unsafe = [f.path for f in files if path_problem(f.path) or f.blob != layout.object(f.blake3)]
     return (
         Artifacts(reason=f"REGISTRY-ARTIFACT-CORRUPT: {unsafe[0]} leaves its directory") if unsafe else Artifacts(files)
     )
@@ -213,6 +233,7 @@ def _check_approval(
     version: str,
     selector: dict[str, str],
     digest: str,
+    publisher: str,
     trust: TrustConfig,
 ) -> None:
     name = _approval(layout, model, version, selector)
@@ -221,20 +242,30 @@ def _check_approval(
     if data is None:
         raise DynamoBlobError("REGISTRY-ARTIFACT-UNAPPROVED", "the artifacts are not approved", where=where)
     approval = signing.parse(data, code="REGISTRY-ARTIFACT-CORRUPT", what="the approval of artifacts", where=where)
-    signing.verify(
+    key = signing.verify(
         approval, trust.approver_keys, kind="ARTIFACT-APPROVAL", what="the approval of artifacts", where=where
     )
+    if key == publisher:
+        raise DynamoBlobError(
+            "REGISTRY-ARTIFACT-APPROVAL-SELF", "the publisher approved its own artifacts", where=where
+        )
     if approval.get("format") != APPROVAL_FORMAT or approval.get("artifacts") != digest:
         raise DynamoBlobError("REGISTRY-ARTIFACT-UNAPPROVED", "the approval is for other artifacts", where=where)
 
 
 def _nearest(account: Account, layout: Layout, model: str, version: str, selector: dict[str, str]) -> str:
     best: tuple[int, str] = (-1, "")
-    for info in account.list(layout.container, artifact_prefix(model, version)):
-        document: dict[str, Any] = signing.parse(
-            account.get(layout.container, info.name), code="REGISTRY-ARTIFACT-CORRUPT", what="a list", where=info.name
-        )
-        other = document.get("selector", {})
+    for info in artifact_lists(account, layout, model, version):
+        try:
+            data = _get(account, layout.container, info.name) or b""
+            document: dict[str, Any] = signing.parse(
+                data, code="REGISTRY-ARTIFACT-CORRUPT", what="a list", where=info.name
+            )
+            other = dict(document.get("selector", {}))
+        except (DynamoBlobError, TypeError, ValueError) as e:
+            if isinstance(e, StorageError):
+                raise
+            continue  # a damaged list says nothing about what would fit
         differs = [f"{k} {other.get(k)} there, {selector[k]} here" for k in SELECTOR if other.get(k) != selector[k]]
         best = max(best, (len(SELECTOR) - len(differs), "; ".join(differs)))
     return f"REGISTRY-ARTIFACT-MISMATCH: {best[1]}" if best[1] else "REGISTRY-ARTIFACT-MISSING: nothing is attached"

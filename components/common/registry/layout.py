@@ -15,6 +15,7 @@ approver cannot change content, serving can only read and append to the record.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from components.common.errors import DynamoBlobError
@@ -93,3 +94,28 @@ def check_names(model: str, version: str = "") -> None:
         raise DynamoBlobError(
             "REGISTRY-NAME", f"'{version}' cannot be a version", why="letters, digits, '.', '_', '+', '-'; at most 63", do="choose another version",
         )  # fmt: skip
+
+
+def path_problem(path: str) -> str:
+    """Why `path` cannot be the path of a file inside a model directory; "" if it can."""
+    parts = path.split("/")
+    if not path or "" in parts or "." in parts or ".." in parts or "\\" in path:
+        return f"{path!r} leaves the model directory"
+    if len(path) > 1024 or any(len(p.encode(errors="replace")) > 255 for p in parts):
+        return f"{path[:60]!r}… is too long: 255 bytes a name, 1024 characters in all"
+    if not path.isprintable():  # control characters, line separators, and bytes that are not UTF-8
+        return f"{path!r} has characters that cannot be printed"
+    return ""
+
+
+def check_paths(paths: Iterable[str], where: str) -> None:
+    """Raises REGISTRY-NAME unless all `paths` can lie in one directory."""
+    known = set(paths)
+    for path in sorted(known):
+        parents = {path[:i] for i, c in enumerate(path) if c == "/"}
+        above = sorted(parents & known)
+        problem = path_problem(path) or (f"{above[0]!r} is a file and the directory of {path!r}" if above else "")
+        if problem:
+            raise DynamoBlobError(
+                "REGISTRY-NAME", "a file of the model cannot be named in a manifest", where=where, why=problem, do="rename it, then publish"
+            )  # fmt: skip

@@ -26,7 +26,7 @@ from components.common.errors import DynamoBlobError
 from components.common.registry import audit, signing
 from components.common.registry.hashing import Digests, digest_pieces, hash_file
 from components.common.registry.headers import tensor_index
-from components.common.registry.layout import Layout, check_names
+from components.common.registry.layout import Layout, check_names, check_paths
 from components.common.registry.manifest import RANGE_BYTES, FileEntry, Manifest, TensorEntry, weights_digest
 from components.common.registry.progress import Meter, Report
 from components.common.registry.signing import SigningKey
@@ -70,7 +70,7 @@ def publish_directory(
     key         the publisher's; None makes an unsigned release, which only `trust.require: none` serves.
     provenance  facts about the origin (source, license, remote_code, ...); part of the manifest, so of what is signed.
 
-    Raises REGISTRY-NAME, REGISTRY-EMPTY, REGISTRY-VERSION-TAKEN, REGISTRY-SAFETENSORS, REGISTRY-SOURCE-CHANGED, STORAGE-*.
+    Raises REGISTRY-NAME, REGISTRY-EMPTY, REGISTRY-SOURCE, REGISTRY-VERSION-TAKEN, REGISTRY-SAFETENSORS, REGISTRY-SOURCE-CHANGED, STORAGE-*.
     """  # fmt: skip
     check_names(model, version)
     layout = Layout(container)
@@ -133,6 +133,7 @@ def adopt(
             "REGISTRY-EMPTY", "there is nothing to publish", where=uri, do="check container and prefix"
         )
     hashing = Meter("hash", sum(i.size for i in infos.values()), progress)
+    check_paths(infos, uri)
     entries: list[FileEntry] = []
     tensors: list[TensorEntry] = []
     for name, info in sorted(infos.items()):
@@ -214,7 +215,11 @@ def commit(account: Account, layout: Layout, manifest: Manifest, key: SigningKey
 
 
 def scan(directory: Path) -> list[tuple[str, Path]]:
-    """(relative POSIX name, path) of the files to publish, by name; links to files are followed, hidden names left out."""
+    """(relative POSIX name, path) of the files to publish, by name; links to files are followed, hidden names left out.
+
+    Nothing else is left out in silence. Raises REGISTRY-EMPTY, REGISTRY-NAME, and REGISTRY-SOURCE for a link
+    that points nowhere or at a directory, a pipe, or anything else that is not a file.
+    """  # fmt: skip
     if not directory.is_dir():
         raise DynamoBlobError(
             "REGISTRY-EMPTY", "the model directory does not exist", where=str(directory), do="check the path"
@@ -222,12 +227,20 @@ def scan(directory: Path) -> list[tuple[str, Path]]:
     found = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and not _hidden(name):
-            found.append((name, path))
+        if _hidden(name) or (path.is_dir() and not path.is_symlink()):
+            continue
+        if not path.is_file():
+            raise DynamoBlobError(
+                "REGISTRY-SOURCE", "the model directory has something that is not a file", where=ascii(str(path))[1:-1],
+                why="a link that points nowhere or at a directory" if path.is_symlink() else "not a regular file",
+                do="complete the download, copy what the link points at, or remove it",
+            )  # fmt: skip
+        found.append((name, path))
     if not found:
         raise DynamoBlobError(
             "REGISTRY-EMPTY", "there is nothing to publish", where=str(directory), do="check the path"
         )
+    check_paths((name for name, _ in found), str(directory))
     return found
 
 

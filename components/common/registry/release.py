@@ -36,7 +36,7 @@ from components.common.messages.weights import Release
 from components.common.registry import audit, signing
 from components.common.registry.channel import Channel, read_channel
 from components.common.registry.config import ReleaseConfig, TrustConfig
-from components.common.registry.layout import Layout, check_names
+from components.common.registry.layout import Layout, check_names, path_problem
 from components.common.registry.manifest import FORMAT, Manifest, weights_digest
 from components.common.registry.publish import SIGNATURE_FORMAT, TOMBSTONE_FORMAT
 from components.common.storage.account import Account
@@ -204,8 +204,8 @@ def parse_manifest(data: bytes, model: str, version: str, uri: str) -> Manifest:
         for f in manifest.files:
             if len(f.ranges) != -(-f.size // manifest.range_bytes):
                 raise ValueError(f"{f.path}: {len(f.ranges)} range digests for {f.size} bytes")
-            if f.path.startswith("/") or ".." in f.path.split("/") or "\\" in f.path:
-                raise ValueError(f"{f.path!r} leaves the model directory")
+            if problem := path_problem(f.path):
+                raise ValueError(problem)
     except (ValueError, ValidationError) as e:
         raise DynamoBlobError(
             "REGISTRY-MANIFEST-CORRUPT", "the manifest is damaged", where=uri, why=str(e)[:300], do="publish anew"

@@ -24,7 +24,7 @@ from typing import Any
 
 from components.common.errors import DynamoBlobError
 from components.common.registry import audit, signing
-from components.common.registry.artifacts import artifact_objects, artifact_prefix
+from components.common.registry.artifacts import artifact_lists, artifact_objects
 from components.common.registry.channel import Channel, read_channel, swap
 from components.common.registry.layout import Layout, check_names, split_release
 from components.common.registry.manifest import Manifest
@@ -94,7 +94,7 @@ def bury(account: Account, layout: Layout, model: str, version: str, digest: str
             if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
                 raise
     _delete(account, layout.container, layout.manifest(model, version))
-    for info in list(account.list(layout.container, artifact_prefix(model, version))):
+    for info in artifact_lists(account, layout, model, version):
         _delete(account, layout.container, info.name)
 
 
