@@ -53,8 +53,15 @@ class Environment:
         if broker:
             out["DYN_ZMQ_BROKER_URL"] = f"xsub={broker[0]} , xpub={broker[1]}"
         if "nats" in (runtime.event_plane, runtime.request_plane):
-            out["NATS_SERVER"] = runtime.nats_url or f"nats://{LOOPBACK}:{self.site.port(self.spec, 'nats')}"
+            out["NATS_SERVER"] = self.nats()
         return out
+
+    def nats(self) -> str:
+        return self.spec.runtime.nats_url or f"nats://{LOOPBACK}:{self.site.port(self.spec, 'nats')}"
+
+    def announce(self) -> str:
+        """Where promotions and purges are announced: the NATS of the graph's events; empty = it has none."""
+        return self.nats() if self.spec.runtime.event_plane == "nats" else ""
 
     def worker(self, platform: str, args: EngineArgs, nixl_port: int, gpus: Mapping[str, str]) -> dict[str, str]:
         """vLLM, NIXL and UCX of one worker. `gpus`: how it is told which GPUs are its own."""

@@ -25,9 +25,11 @@ from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.purge import Purge, PurgeConfig, State
 from components.common.kv.store import KvStore
+from components.common.messages.announce import Announcement
 from components.common.messages.tenants import TenantsFile
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
+from graphs.cli._announce import add_announce, tell
 from graphs.cli._common import add_state, live
 from graphs.launch import runs
 
@@ -57,6 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="Ed25519 key for the report (default: one made in the state directory)",
     )
     parser.add_argument("--report", type=Path, default=None, help="also write the signed report here")
+    add_announce(parser)
     add_state(parser)
 
 
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     account = Account(config.account)
     store = KvStore(account, config.control)
     try:
-        report = Purge(config, store, signing_key(args), step=None if args.json else progress(config.settle_s)).run()
+        report = Purge(config, store, signing_key(args), step=announcing(args, config, first.epochs_refresh_s)).run()
     finally:
         store.close()
         account.close()
@@ -130,6 +133,20 @@ def signing_key(args: argparse.Namespace) -> SigningKey:
     if not args.sign_key and not path.exists():
         SigningKey.generate().write(path)
     return SigningKey.open(path)
+
+
+def announcing(args: argparse.Namespace, config: PurgeConfig, refresh_s: float) -> Any:
+    """Progress, and one announcement as soon as the generation is raised: workers need not wait for their next look."""
+    show = None if args.json else progress(config.settle_s)
+
+    def step(phase: str, state: State) -> None:
+        if show is not None:
+            show(phase, state)
+        if phase == "delete" and not config.older_than_s:
+            item = Announcement(kind="purged", tenant=state.tenant, generation=state.generation)
+            tell(args, item, f"workers look every {refresh_s:g} s")
+
+    return step
 
 
 def progress(settle_s: float) -> Any:

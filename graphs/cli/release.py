@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from components.common.messages.announce import Announcement
 from components.common.registry import artifacts, audit
 from components.common.registry.approve import DAYS, approve
 from components.common.registry.archive import archive
@@ -31,6 +32,7 @@ from components.common.registry.verify import verify_content
 from components.common.storage.account import Account
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Role
+from graphs.cli._announce import add_announce, tell
 from graphs.cli._registry import Registry, add_access, bar, emit, open_registry, size, table
 
 Act = Callable[[argparse.Namespace, Registry], int]
@@ -81,7 +83,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     p = act("promote", "make a version current", "approver", _promote, "model", "version")
     signs(p)
     trusts(p)
-    signs(act("rollback", "back to the previous version", "approver", _rollback, "model"))
+    add_announce(p)
+    p = act("rollback", "back to the previous version", "approver", _rollback, "model")
+    signs(p)
+    add_announce(p)
     signs(act("retire", "never serve a version again", "collector", _retire, "model", "version"))
     p = act("collect", "delete objects no release uses (dry run without --delete)", "collector", _collect)
     p.add_argument("--delete", action="store_true", help="really delete")
@@ -229,6 +234,8 @@ def _rollback(args: argparse.Namespace, r: Registry) -> int:
 
 
 def _channel(args: argparse.Namespace, document: dict[str, Any]) -> int:
+    item = Announcement(kind="promoted", model=args.model, version=document["current"])
+    tell(args, item, "weight services read the channel when they start")
     emit(args, document, f"{args.model}: current {document['current']}, previous {document['previous'] or '(none)'}")
     return 0
 

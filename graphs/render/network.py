@@ -99,11 +99,11 @@ def _to_outside(plan: Plan, pod: Pod) -> list[Manifest]:
 
 
 def _planes(plan: Plan, pod: Pod) -> list[Manifest]:
-    """etcd and NATS, where the plan's own environment names them."""
-    if pod.kind == "node":
-        return []
-    env = next((p.env for p in (pod.main, *pod.sidecars) if "DYN_DISCOVERY_BACKEND" in p.env), {})
+    """etcd and NATS, where the plan's own environment and files name them."""
+    everyone = (pod.main, *pod.sidecars)
+    env = next((p.env for p in everyone if "DYN_DISCOVERY_BACKEND" in p.env), {})
     urls = [env[k] for k in ("ETCD_ENDPOINTS", "NATS_SERVER") if k in env]
+    urls += [url for p in everyone if (url := (p.config or {}).get("announce"))]
     ports = sorted({int(url.rsplit(":", 1)[1]) for url in urls})
     anywhere: list[Any] = [{"namespaceSelector": {}}]
     return [{"to": anywhere, "ports": [{"protocol": "TCP", "port": p} for p in ports]}] if ports else []

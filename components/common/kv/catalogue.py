@@ -194,6 +194,11 @@ class Catalogue:
         with self._lock:
             return self._remove(name)
 
+    def drop_before(self, tenant: str, generation: int) -> int:
+        """Forget what a purge made unreachable: the tenant's objects of older generations. A scan, for the background."""
+        old = [p for p in self.prefixes() if p[:32] == tenant and int(p[-8:], 16) < generation]
+        return sum(self.discard(e.name) for prefix in old for e in self.entries(prefix))
+
     def mark_complete(self, at: float | None = None) -> None:
         """Everything in the store as of `at` (default: now) is in here; until `at + complete_s` unknown means absent."""
         self._complete_at = max(self._complete_at, self.clock() if at is None else at)

@@ -60,6 +60,9 @@ class KvTiersConfig(Config):
     breaker_errors: int = Field(5, ge=1, description="consecutive failures after which a store is not asked any more")
     breaker_open_s: float = Field(1.0, gt=0, description="seconds to the first probe of an open breaker; doubles")
     breaker_max_open_s: float = Field(30.0, gt=0, description="longest wait between probes")
+    announce: str = Field(
+        "", description="nats://host:port where purges are announced; empty = noticed within epochs_refresh_s"
+    )
     epochs_refresh_s: float = Field(5.0, gt=0, description="seconds between reads of the purge generations")
     epochs_stale_s: float = Field(
         20.0, gt=0, description="seconds without a good read after which nothing is looked up or stored"

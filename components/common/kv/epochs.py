@@ -47,6 +47,7 @@ class Epochs:
     read       returns {tenant (32 hex): generation}; raises when the store cannot answer
     refresh_s  seconds between reads
     stale_s    seconds after the last good read from which nothing is answered any more
+    on_raise   called with (tenant, generation) in the reading thread when a generation is higher than it was known
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Epochs:
         refresh_s: float = 5.0,
         stale_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
+        on_raise: Callable[[str, int], object] | None = None,
     ) -> None:
         if stale_s <= refresh_s:
             raise ValueError("stale_s must exceed refresh_s")
         self._read, self._refresh_s, self._stale_s, self._clock = read, refresh_s, stale_s, clock
         self._known: dict[str, int] = {}
         self._good_at: float | None = None
-        self._stop = threading.Event()
+        self._on_raise = on_raise
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self.failures = 0
         self.last_error = ""
@@ -75,8 +78,13 @@ class Epochs:
 
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         if self._thread:
             self._thread.join(timeout=self._refresh_s + 5)
+
+    def look_now(self) -> None:
+        """Let the background thread read at once instead of at its next turn (a purge was announced). Never blocks."""
+        self._wake.set()
 
     def generation(self, tenant: str) -> int | None:
         """Current generation of a tenant; None while it is not known for certain."""
@@ -108,10 +116,17 @@ class Epochs:
         merged = dict(self._known)
         for tenant, generation in found.items():
             merged[tenant] = max(generation, merged.get(tenant, 0))
-        self._known, self._good_at = merged, begun
+        before, self._known, self._good_at = self._known, merged, begun
+        for tenant, generation in merged.items():
+            if self._on_raise is not None and generation > before.get(tenant, 0):
+                try:
+                    self._on_raise(tenant, generation)
+                except Exception as e:  # advice to others; what is answered here does not depend on it
+                    self.last_error = f"on_raise: {type(e).__name__}: {e}"[:300]
         return True
 
     def _run(self) -> None:
         while not self._stop.is_set():
             self.refresh()
-            self._stop.wait(self._refresh_s)
+            self._wake.wait(self._refresh_s)
+            self._wake.clear()

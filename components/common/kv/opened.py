@@ -27,6 +27,7 @@ from components.common.kv.stores import (
     mac_key,
     posix_transport,
 )
+from components.common.messages.announce import Listener
 from components.common.messages.tenants import TenantsFile
 from components.common.storage.account import Account
 from components.common.transfer.base import Transport
@@ -51,6 +52,7 @@ class Opened:
     index: Index | None = None
     mac_key: bytes | None = None
     note: Others | None = None
+    listener: Listener | None = None
     closers: list[Callable[[], object]] = field(default_factory=list)
 
     def transport(self, cls: str) -> Transport | None:
@@ -124,10 +126,25 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
     transports = {c: blob_transport(account, c, pool, config) for c in containers}
     home = config.container or containers[0]
     control = KvStore(account, home, threads=1)
-    epochs = Epochs(control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s).start()
     index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
+    epochs = Epochs(
+        control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s,
+        on_raise=lambda tenant, generation: purged(index, tenant, generation),
+    ).start()  # fmt: skip
     opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs)
     opened.note = Others(BlobNotes(account, home), namespaces)
     opened.closers = [epochs.close, index.close, control.close, account.close]
+    if config.announce:
+        opened.listener = Listener(config.announce, "purged", lambda _: epochs.look_now(), f"{worker} tiers").start()
+        opened.closers.insert(0, opened.listener.close)
     opened.index, opened.default_class = index, classes.default
     return opened
+
+
+def purged(index: SharedIndex, tenant: str, generation: int) -> None:
+    """A tenant's generation rose: nobody asks for its older objects again, so the index need not hold them."""
+    dropped = index.catalogue.drop_before(tenant, generation)
+    if dropped:
+        log.info(
+            "purge of tenant %s: generation %d, %d objects dropped from the index", tenant[:8], generation, dropped
+        )
