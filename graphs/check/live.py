@@ -1,16 +1,19 @@
 """`dynamo check --live`: asks the accounts and planes of a graph, as they are now, under the identities components use.
 
 Rights must suffice and not exceed: a serving identity that can write weights is an error, because then
-one compromised worker could put weights into service. Not asked: the account's region (no data-plane call tells it).
+one compromised worker could put weights into service. No data-plane call tells an account's region: it is judged by
+the round trip, and where the graph names `cluster.region` the machine's own is asked of its metadata service.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import time
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -21,6 +24,7 @@ from components.common.registry.layout import Layout
 from components.common.storage.account import Account
 from components.common.storage.config import AccountConfig
 from components.common.storage.errors import StorageError
+from graphs.check.planes import planes
 from graphs.check.storage import loopback
 from graphs.compile import compile_plan
 from graphs.launch import runs
@@ -29,6 +33,9 @@ from graphs.plan import Plan
 from graphs.site import Site
 
 PROBE_BYTES, PROBES_MOST = 1 << 20, 64
+FAR_S = 0.02
+"""Best round trip of a small request: within a region 2-6 ms, to another one its distance on top."""
+METADATA = "http://169.254.169.254/metadata/instance/compute/location?api-version=2021-02-01&format=text"
 SLOW_BYTES_PER_S = 50e6
 """Below this rate even a small model's weights take minutes and KV from Blob never beats recomputing."""
 
@@ -46,7 +53,7 @@ def check_live(path: str, sets: list[str] | tuple[str, ...] = (), state: Path | 
             )
         ]  # fmt: skip
     plan = compile_plan(graph, Site(run=run, state=state))
-    out = [*planes(graph)]
+    out = [*planes(graph), *region(graph)]
     for role, config in accounts(plan).items():
         where = graph.place("storage", role)
         try:
@@ -82,13 +89,16 @@ def _account(graph: Graph, plan: Plan, role: str, account: Account, where: str) 
     yield from address(account.url, where)
     container = next(s.container for s in plan.storage if s.role == role)
     account.probe(container)
+    yield from distance(account, container, where)
     if role == "weights":
         yield from cannot_write(account, container, where)
         yield from rate(graph, plan, account, where)
     else:
-        yield from can_write(account, container, where)
-    if role == "kv":
-        yield from forgets(account, container, where)
+        wrong = list(can_write(account, container, where))
+        yield from wrong
+        if not wrong:
+            yield from forgets(account, container, where)
+            yield from kv_rate(plan, account, container, where)
 
 
 def address(url: str, where: str) -> Iterator[Finding]:
@@ -112,6 +122,48 @@ def address(url: str, where: str) -> Iterator[Finding]:
             "link the zone privatelink.blob.core.windows.net to this network",
             "warning",
         )
+
+
+def region(graph: Graph) -> Iterator[Finding]:
+    """Whether this machine stands in the region the graph names; nothing where no metadata service answers (not on Azure)."""
+    wanted = graph.spec.cluster.region if graph.spec.cluster else ""
+    if not wanted:
+        return
+    try:
+        ask = urllib.request.Request(METADATA, headers={"Metadata": "true"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(ask, timeout=2) as answer:
+            here = answer.read(100).decode("ascii", "replace").strip()
+    except OSError:
+        return
+    if here.lower() != wanted.lower().replace(" ", ""):
+        yield Finding(
+            "LIVE-REGION",
+            "this machine stands in another region than the graph names",
+            graph.place("cluster", "region"),
+            f"here {here}, cluster.region {wanted}: what is measured here is not what the cluster gets",
+            "ask from the cluster, or correct cluster.region",
+            "warning",
+        )
+
+
+def distance(account: Account, container: str, where: str) -> Iterator[Finding]:
+    """Best of a few round trips: an account in another region answers at its distance, every time."""
+    best = min(_seconds(lambda: account.find(container, "check/none")) for _ in range(8))
+    if best > FAR_S:
+        yield Finding(
+            "LIVE-FAR",
+            "the account is far from here",
+            where,
+            f"best round trip {best * 1e3:.0f} ms: another region, or a proxy between; every KV lookup pays it",
+            "use an account in the region of the nodes",
+            "warning",
+        )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
 
 
 def cannot_write(account: Account, container: str, where: str) -> Iterator[Finding]:
@@ -202,29 +254,36 @@ def rate(graph: Graph, plan: Plan, account: Account, where: str) -> Iterator[Fin
         return
     blob = max(blobs, key=lambda b: b.size)
     offsets = [i * PROBE_BYTES % max(1, blob.size - PROBE_BYTES) for i in range(2 * lanes)]
+    yield measured("weights", lanes, [(layout.container, blob.name, at) for at in offsets], account, where)
 
-    def one(offset: int) -> float:
-        began = time.monotonic()
-        account.get(layout.container, blob.name, offset, PROBE_BYTES)
-        return time.monotonic() - began
 
+def kv_rate(plan: Plan, account: Account, container: str, where: str) -> Iterator[Finding]:
+    """The same of the KV account, on objects written for it and deleted: reads as many as one worker's tier has in flight."""
+    settings = next(k["settings"] for p in plan.processes if (k := (p.config or {}).get("kv")))
+    lanes = min(PROBES_MOST, int(settings.get("threads", 16)))
+    names = [f"check/{uuid.uuid4().hex}" for _ in range(4)]
+    try:
+        for name in names:
+            account.create(container, name, os.urandom(PROBE_BYTES))
+        yield measured("kv", lanes, [(container, names[i % 4], 0) for i in range(2 * lanes)], account, where)
+    finally:
+        for name in names:
+            with suppress(StorageError):
+                account.delete(container, name)
+
+
+def measured(role: str, lanes: int, reads: list[tuple[str, str, int]], account: Account, where: str) -> Finding:
     began = time.monotonic()
     with ThreadPoolExecutor(lanes) as pool:
-        times = sorted(pool.map(one, offsets))
+        times = sorted(pool.map(lambda r: _seconds(lambda: account.get(r[0], r[1], r[2], PROBE_BYTES)), reads))
     seconds = time.monotonic() - began
     speed, p99 = len(times) * PROBE_BYTES / seconds, times[min(len(times) - 1, int(0.99 * len(times)))]
     text = f"{speed / 1e6:.0f} MB/s, p99 {p99 * 1e3:.0f} ms of {PROBE_BYTES >> 20} MiB ranges, {lanes} in flight"
-    if speed < SLOW_BYTES_PER_S:
-        yield Finding(
-            "LIVE-SLOW",
-            "the weights account is slow from here",
-            where,
-            text,
-            "check the region and the network between",
-            "warning",
-        )
-    else:
-        yield Finding("LIVE-RATE", "measured", where, text, severity="info")
+    if speed >= SLOW_BYTES_PER_S:
+        return Finding("LIVE-RATE", f"{role}: measured", where, text, severity="info")
+    return Finding(
+        "LIVE-SLOW", f"the {role} account is slow from here", where, text, "check the region and the network between", "warning"
+    )  # fmt: skip
 
 
 def _some(account: Account, container: str) -> list[Any]:
@@ -234,21 +293,3 @@ def _some(account: Account, container: str) -> list[Any]:
         if len(out) == 100:
             break
     return out
-
-
-def planes(graph: Graph) -> Iterator[Finding]:
-    runtime = graph.spec.runtime
-    for key, url in (("etcd_url", runtime.etcd_url), ("nats_url", runtime.nats_url)):
-        if not url:
-            continue
-        parts = urlsplit(url)
-        try:
-            socket.create_connection((parts.hostname or "", parts.port or 0), 3.0).close()
-        except (OSError, ValueError) as e:
-            yield Finding(
-                "LIVE-PLANE",
-                f"{key} cannot be reached",
-                graph.place("runtime", key),
-                f"{url}: {e}",
-                "start it, or correct the URL",
-            )
