@@ -40,8 +40,16 @@ def _dies_with(parent: int) -> None:
 
 
 def environment(process: Process, base: Mapping[str, str]) -> dict[str, str]:
-    """Exactly what the process gets: four variables of ours, and the plan's."""
-    return {**{k: base[k] for k in PASSED if k in base}, **process.env}
+    """Exactly what the process gets: four variables of the user's, and the plan's.
+
+    Dynamo's frontend keeps model cards under HOME. Without a directory there it would never list a model, and
+    wait: a HOME that is unset, relative or read-only (a service account's) is replaced by the working directory.
+    """
+    out = {**{k: base[k] for k in PASSED if k in base}, **process.env}
+    home = out.get("HOME", "")
+    if not (os.path.isabs(home) and os.path.isdir(home) and os.access(home, os.W_OK | os.X_OK)):
+        out["HOME"] = process.cwd
+    return out
 
 
 class Child:

@@ -143,7 +143,9 @@ class Session:
                 await supervisor.children["azurite-0"].ready.wait()
                 start = time.monotonic()
                 await asyncio.to_thread(store.ensure_containers, self.graph, self.site)
-                release = await asyncio.to_thread(store.publish_missing, self.graph, self.site, self.view.say)
+                release = await asyncio.to_thread(
+                    store.publish_missing, self.graph, self.site, self.view.say, supervisor.stopped
+                )
                 self.store_records = store.records(self.site)
                 supervisor.phases.append(
                     {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -215,10 +216,11 @@ def ensure_containers(graph: Graph, site: Site) -> None:
                 owner.ensure_container(name)
 
 
-def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
+def publish_missing(graph: Graph, site: Site, say: Progress, stopped: threading.Event) -> Release:
     """The release the graph names; published from `model.source`, and approved, when the embedded store lacks it. Blocking.
 
-    Raises RELEASE-MISSING, RELEASE-SOURCE, and what publishing, approving and resolving raise.
+    Raises RELEASE-MISSING, RELEASE-SOURCE, LAUNCH-STOPPED once `stopped` is set, and what publishing, approving and
+    resolving raise.
     """
     spec, model, version = graph.spec, graph.spec.model.name, graph.spec.model.version
     layout = Layout(spec.storage.weights.container)
@@ -247,14 +249,20 @@ def publish_missing(graph: Graph, site: Site, say: Progress) -> Release:
                 version,
                 key=publisher,
                 provenance=provenance(directory),
-                progress=_percent(say),
+                progress=_percent(say, stopped),
             )
             say(f"published {model} {version}: {done.uploaded / 1e6:.0f} MB in {done.hash_s + done.upload_s:.1f} s")
     if spec.model.source and version and not foreign(spec):
         with closing(Account(account(graph, site, "weights", "approver"))) as store:
             if store.find(layout.approvals, layout.approval(model, version)) is None:
                 approve(
-                    store, layout, model, version, approver, publisher_keys=(publisher.public,), progress=_percent(say)
+                    store,
+                    layout,
+                    model,
+                    version,
+                    approver,
+                    publisher_keys=(publisher.public,),
+                    progress=_percent(say, stopped),
                 )
                 say(f"approved {model} {version} with this machine's approver key")
     trust = TrustConfig(require="approval", publisher_keys=(publisher.public,), approver_keys=(approver.public,))
@@ -316,10 +324,13 @@ def provenance(directory: Path) -> dict[str, Any]:
     }
 
 
-def _percent(say: Progress) -> Callable[[Step], None]:
+def _percent(say: Progress, stopped: threading.Event) -> Callable[[Step], None]:
+    """Says every quarter. Ends the work (a thread cannot be cancelled) once `stopped` is set."""
     last: dict[str, int] = {}
 
     def report(step: Step) -> None:
+        if stopped.is_set():
+            raise DynamoBlobError("LAUNCH-STOPPED", "the graph is stopping", why=f"in the middle of: {step.phase}")
         quarter = 4 * step.done // max(1, step.total)
         if quarter > last.get(step.phase, -1):
             last[step.phase] = quarter

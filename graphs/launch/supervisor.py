@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,8 @@ class Supervisor:
         self._minders: dict[str, asyncio.Task[None]] = {}
         self._complete = False
         self._stop = asyncio.Event()
+        self.stopped = threading.Event()
+        """Set with the wish to stop, for work in threads."""
         self._force = asyncio.Event()
         self._old_sessions: set[int] = set()
         become_subreaper()
@@ -77,10 +80,14 @@ class Supervisor:
     def stop(self) -> None:
         """First call: drain. Second call: kill at once."""
         (self._force if self._stop.is_set() else self._stop).set()
+        self.stopped.set()
 
     def fail(self, error: DynamoBlobError) -> None:
-        self.failure = self.failure or error
+        """End the graph. What fails after it was told to stop is a consequence, not a reason."""
+        if not self._stop.is_set():
+            self.failure = error
         self._stop.set()
+        self.stopped.set()
 
     async def run(self) -> None:
         """Until stopped; drained when it returns. Raises the failure that ended the graph, if one did."""

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from rich.console import Console
 from components.common.errors import DynamoBlobError
 from graphs.cli.main import main
 from graphs.launch import proc, runs, store, supervisor
+from graphs.launch.child import environment
 from graphs.launch.table import View, render
 from graphs.load import read_graph
 from graphs.site import Release, Site
 from tests.faults.launcher_stub import plan_of, stub
-from tests.faults.test_launcher_supervision import ports, running
+from tests.faults.test_launcher_supervision import ports, running, until
 
 __all__ = ["ports"]
 MOCK = str(runs.REPOSITORY / "graphs" / "mock.yaml")
@@ -205,3 +207,52 @@ def test_values_no_process_could_start_with_are_refused_at_their_place(
 ) -> None:
     error = verb(capsys, "serve", MOCK, "--dry-run", "--set", item, "--json", "-")
     assert error["code"] == "GRAPH-WRONG-VALUE" and error["where"].startswith("--set components.")
+
+
+@pytest.mark.parametrize("home", [None, "", "relative", "/nonexistent", "/etc/hostname"])
+def test_a_home_that_nobody_can_write_to_is_replaced(tmp_path: Path, home: str | None) -> None:
+    """HOME="" kept Dynamo's frontend from ever listing the model: the start hung to its deadline."""
+    process = stub("dynamo-frontend-0", 1, tmp_path)
+    base = {"PATH": "/bin", "LD_PRELOAD": "x", "HTTP_PROXY": "x"} | ({} if home is None else {"HOME": home})
+    assert environment(process, base) == {"PATH": "/bin", "HOME": process.cwd, **process.env}
+    assert environment(process, {"HOME": str(tmp_path)})["HOME"] == str(tmp_path)
+
+
+def test_publishing_ends_when_the_graph_stops(tmp_path: Path) -> None:
+    """A thread cannot be cancelled: Ctrl-C while a large model was hashed waited for its end."""
+    from components.common.registry.progress import Meter
+
+    said: list[str] = []
+    stopped = threading.Event()
+    meter = Meter("hash", 100, store._percent(said.append, stopped), every_s=0)
+    meter.add(30)
+    assert len(said) == 1
+    stopped.set()
+    with pytest.raises(DynamoBlobError, match="LAUNCH-STOPPED"):
+        meter.add(1)
+
+
+async def test_what_fails_after_the_wish_to_stop_is_no_failure(tmp_path: Path, ports: list[int]) -> None:
+    async with running(plan_of(tmp_path, stub("decode-0", ports[0], tmp_path, kind="decode"))) as s:
+        await asyncio.wait_for(s.ready.wait(), 20)
+        assert not s.stopped.is_set()
+        s.stop()
+        s.fail(DynamoBlobError("X-Y", "the store went away while it was stopped"))
+        assert s.stopped.is_set() and s.failure is None
+
+
+async def test_nothing_starts_while_the_graph_drains(tmp_path: Path, ports: list[int]) -> None:
+    """A dependency that became ready during the drain let the process that waited for it start."""
+    gate = tmp_path / "gate"
+    plan = plan_of(
+        tmp_path, stub("azurite-0", ports[0], tmp_path, "--ready-when", str(gate), kind="azurite"), stub("weights-0", ports[1], tmp_path, after=("azurite-0",), kind="weights"),
+        stub("decode-0", ports[2], tmp_path, "--drain", "1.5", kind="decode", drain_s=3.0),
+    )  # fmt: skip
+    async with running(plan) as s:
+        await asyncio.wait_for(s.children["decode-0"].ready.wait(), 20)
+        s.stop()
+        gate.touch()
+        await until(lambda: s.children["azurite-0"].ready.is_set() or s.phase == "drained")
+        assert s.children["azurite-0"].ready.is_set()
+        await until(lambda: s.phase == "drained")
+        assert s.children["weights-0"].starts == 0
