@@ -1,7 +1,11 @@
-"""The CPU and the GPU set describe one product: what they share has one version."""
+"""The CPU and the GPU set describe one product: what they share has one version. What is used is installed."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+from graphs.launch.store import SAMPLES
 
 ROOT = Path(__file__).parents[2] / "requirements"
 
@@ -32,3 +36,13 @@ def test_what_is_installed_is_what_the_lock_says():
 
     wrong = {k: v for k, v in lock("cpu.lock").items() if metadata.version(k) != v}
     assert wrong == {}
+
+
+def test_what_the_dynamo_command_imports_is_installed(tmp_path: Path) -> None:
+    """A console script does not see the checkout: on a fresh clone `serve` makes the sample model with `tools`."""
+    names = ["graphs.cli.main", "router", "components", *SAMPLES.values()]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import importlib; [importlib.import_module(n) for n in {names!r}]"],
+        cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
