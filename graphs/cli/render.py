@@ -1,7 +1,7 @@
 """print the graph as Kubernetes objects
 
     dynamo render graphs/aks/gpt-oss-120b-h200.yaml --cluster deploy/cluster.example.yaml > graph.yaml
-    dynamo render graphs/aks/qwen3.5-27b-h200.yaml --api v1alpha1 --out rendered/
+    dynamo render graphs/aks/qwen3.5-27b-h200.yaml --cluster deploy/cluster.example.yaml --api v1alpha1 --out rendered/
 
 The objects come from the same plan as `dynamo serve` runs; nothing else is read. The order is the order to apply them in.
 """
