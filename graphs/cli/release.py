@@ -86,6 +86,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_announce(p)
     p = act("rollback", "back to the previous version", "approver", _rollback, "model")
     signs(p)
+    trusts(p)
     add_announce(p)
     signs(act("retire", "never serve a version again", "collector", _retire, "model", "version"))
     p = act("collect", "delete objects no release uses (dry run without --delete)", "collector", _collect)
@@ -230,7 +231,10 @@ def _promote(args: argparse.Namespace, r: Registry) -> int:
 
 
 def _rollback(args: argparse.Namespace, r: Registry) -> int:
-    return _channel(args, rollback(r.account, r.layout, args.model, r.key("approver", args.key)).document)
+    trust = r.trust(args.publisher_key, args.approver_key)
+    known = trust if trust.publisher_keys and trust.approver_keys else None  # without keys at hand it must still work
+    done = rollback(r.account, r.layout, args.model, r.key("approver", args.key), known)
+    return _channel(args, done.document)
 
 
 def _channel(args: argparse.Namespace, document: dict[str, Any]) -> int:

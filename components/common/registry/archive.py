@@ -1,8 +1,8 @@
 """Archive: a release copied byte for byte to another account, on a cool tier, provable there with the same keys.
 
 Everything streams through this process, each range compared with the manifest on the way, so that an
-archive is never worse than its source. Order: objects, manifest, approval, signature (visible last).
-Running it again copies what is missing.
+archive is never worse than its source. Order: objects, manifest, approval, audit record, signature (visible
+last). Running it again copies what is missing and brings approval and record up to date.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-from blake3 import blake3
 
 from components.common.errors import DynamoBlobError
 from components.common.registry import audit
@@ -25,6 +23,8 @@ from components.common.registry.verify import range_error, read
 from components.common.storage.account import Account
 from components.common.storage.errors import StorageError
 from components.common.storage.ranges import RangeReader
+
+_APPEND = 4 * 2**20  # bytes of one Append Block
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def archive(
     """Copy `model` `version` to `target` (same container names, created if missing), objects on `tier` (Hot, Cool, Cold, Archive)."""  # fmt: skip
     stored = load(source, layout, model, version)
     files = {layout.place(f): f for f in stored.manifest.files}
-    for container in {c for c, _ in files} | {layout.container, layout.approvals}:
+    for container in {c for c, _ in files} | set(layout.containers):
         target.ensure_container(container)
     meter = Meter("archive", sum(f.size for f in files.values()), progress)
     reader = RangeReader(source.config, source.credential, pool=parallel)
@@ -61,9 +61,10 @@ def archive(
     finally:
         reader.close()
     _put_once(target, layout.container, layout.manifest(model, version), stored.manifest_bytes)
-    approval = source.find(layout.approvals, layout.approval(model, version))
-    if approval:
-        _put_once(target, layout.approvals, approval.name, source.get(layout.approvals, approval.name), may_differ=True)
+    approval = layout.approval(model, version)
+    if source.find(layout.approvals, approval):
+        _put_latest(target, layout.approvals, approval, source.get(layout.approvals, approval))
+    _copy_record(source, target, layout, model)
     name = layout.signature(model, version)
     _put_once(target, layout.container, name, source.get(layout.container, name))
     meter.finish()
@@ -102,8 +103,7 @@ def _copy(
         if not hasattr(buffers, "view"):
             buffers.view = memoryview(bytearray(step))
         view = buffers.view[: min(step, file.size - index * step)]
-        read(reader, container, blob, index * step, view)
-        found = blake3(view).hexdigest()
+        found = read(reader, container, blob, index * step, view)
         if found != file.ranges[index]:
             raise range_error(source, layout, file, index, step, found)
         target.stage(container, blob, block_id(index, found), bytes(view))
@@ -117,14 +117,36 @@ def _copy(
             raise
 
 
-def _put_once(target: Account, container: str, name: str, data: bytes, *, may_differ: bool = False) -> None:
+def _put_once(target: Account, container: str, name: str, data: bytes) -> None:
     try:
         target.create(container, name, data)
     except StorageError as e:
         if e.code != "STORAGE-CONFLICT":
             raise
-        if not may_differ and target.get(container, name) != data:
+        if target.get(container, name) != data:
             raise _differs(target, container, name) from None
+
+
+def _put_latest(target: Account, container: str, name: str, data: bytes) -> None:
+    there = target.find(container, name)
+    if there is None:
+        target.create(container, name, data)
+    elif target.get(container, name) != data:
+        target.replace(container, name, data, etag=there.etag)
+
+
+def _copy_record(source: Account, target: Account, layout: Layout, model: str) -> None:
+    """What the archive's audit record lacks is appended: without it nothing can be proven there."""
+    audit.read(source, layout, model)  # the chain is whole
+    prefix = f"audit/{model}/"
+    for info in [i for i in source.list(layout.audit, prefix) if "/" not in i.name.removeprefix(prefix)]:
+        data = source.get(layout.audit, info.name)
+        target.append_open(layout.audit, info.name)
+        there = target.get(layout.audit, info.name)
+        if not data.startswith(there):
+            raise _differs(target, layout.audit, info.name)
+        for at in range(len(there), len(data), _APPEND):
+            target.append(layout.audit, info.name, data[at : at + _APPEND], at=at)
 
 
 def _differs(target: Account, container: str, name: str) -> DynamoBlobError:

@@ -9,7 +9,7 @@ from components.common.registry import audit
 from components.common.registry.channel import STACK, Channel, read_channel, refuse_retired, swap
 from components.common.registry.config import TrustConfig
 from components.common.registry.layout import Layout, check_names
-from components.common.registry.release import load, load_approval
+from components.common.registry.release import Stored, load, load_approval
 from components.common.registry.signing import SigningKey, verify
 from components.common.storage.account import Account
 
@@ -23,12 +23,7 @@ def promote(
     """
     check_names(model, version)
     stored = load(account, layout, model, version)
-    if trust.require != "none":
-        publisher = verify(
-            stored.signature, trust.publisher_keys, kind="SIGNATURE", what="the release", where=stored.signature_uri
-        )
-        if trust.require == "approval":
-            load_approval(account, layout, stored, trust, publisher, audit.read(account, layout, model))
+    _prove(account, layout, stored, trust)
     before = read_channel(account, layout, model)
     if before and before.current == version and before.manifest_of(version) == stored.digest:
         return before
@@ -40,8 +35,16 @@ def promote(
     return swap(account, layout, model, key, "promote", version, stored.digest, change)
 
 
-def rollback(account: Account, layout: Layout, model: str, key: SigningKey | None) -> Channel:
-    """Make current what was current before; again, and it goes one further back. Raises REGISTRY-CHANNEL-EMPTY."""
+def rollback(
+    account: Account, layout: Layout, model: str, key: SigningKey | None, trust: TrustConfig | None = None
+) -> Channel:
+    """Make current what was current before; again, and it goes one further back.
+
+    trust   when given, a version that serving would refuse by now (an approval that has expired) is refused here,
+            not at the next start.
+
+    Raises REGISTRY-CHANNEL-EMPTY, REGISTRY-CHANNEL-LOST, and what `promote` raises for `trust`.
+    """
     check_names(model)
     channel = read_channel(account, layout, model)
     if channel is None or not channel.previous:
@@ -51,6 +54,8 @@ def rollback(account: Account, layout: Layout, model: str, key: SigningKey | Non
         )  # fmt: skip
     target = channel.previous
     stored = load(account, layout, model, target)
+    if trust:
+        _prove(account, layout, stored, trust)
 
     def change(now: Channel) -> dict[str, Any]:
         if now.etag != channel.etag:
@@ -58,6 +63,17 @@ def rollback(account: Account, layout: Layout, model: str, key: SigningKey | Non
         return _stacked(list(now.stack[:-1]))
 
     return swap(account, layout, model, key, "rollback", target, stored.digest, change)
+
+
+def _prove(account: Account, layout: Layout, stored: Stored, trust: TrustConfig) -> None:
+    if trust.require == "none":
+        return
+    publisher = verify(
+        stored.signature, trust.publisher_keys, kind="SIGNATURE", what="the release", where=stored.signature_uri
+    )
+    if trust.require == "approval":
+        records = audit.read(account, layout, stored.manifest.model)
+        load_approval(account, layout, stored, trust, publisher, records)
 
 
 def _stacked(stack: list[str]) -> dict[str, Any]:

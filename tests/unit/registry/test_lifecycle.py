@@ -134,6 +134,19 @@ def test_rollback_goes_back_one_at_a_time(registry: Registry, tmp_path: Path) ->
         rollback(registry.approver, registry.layout, M, registry.approver_key)
 
 
+def test_a_rollback_to_what_serving_would_refuse_is_refused(registry: Registry, tmp_path: Path) -> None:
+    """The approval of the previous version has expired: better told now than at the next start."""
+    approved(registry, tmp_path, "1", "2")
+    put_forward(registry, "1", "2")
+    approve(registry.approver, registry.layout, M, "1", registry.approver_key, days=-1)
+    with pytest.raises(DynamoBlobError, match="REGISTRY-APPROVAL-EXPIRED"):
+        rollback(registry.approver, registry.layout, M, registry.approver_key, registry.trust)
+    release = ReleaseConfig(model=M, container=registry.layout.container)
+    assert resolve(registry.serving, release, registry.trust, record=False).manifest.version == "2"
+    approve(registry.approver, registry.layout, M, "1", registry.approver_key)
+    assert rollback(registry.approver, registry.layout, M, registry.approver_key, registry.trust).current == "1"
+
+
 def test_promoting_what_is_current_changes_nothing(registry: Registry, tmp_path: Path) -> None:
     approved(registry, tmp_path, "1")
     put_forward(registry, "1")
@@ -226,8 +239,16 @@ def test_an_archive_is_proven_by_the_same_keys(registry: Registry, tmp_path: Pat
     assert stored.digest == load(registry.serving, registry.layout, M, "1").digest and done.copied > 0
     assert verify_content(cool, registry.layout, stored.manifest).problems == []
     assert {cool.head(registry.layout.container, f.blob).tier for f in stored.manifest.files} == {"Cool"}
+    there = ReleaseConfig(model=M, version="1", container=registry.layout.container)
+    found = resolve(cool, there, registry.trust, record=False)
+    assert found.digest == stored.digest and found.approver == registry.approver_key.public
+    approve(registry.approver, registry.layout, M, "1", registry.approver_key)  # again: the first one no longer counts
     assert archive(registry.publisher, registry.layout, M, "1", cool).copied == 0
+    assert resolve(cool, there, registry.trust, record=False).approved_at >= found.approved_at
     assert audit.read(registry.serving, registry.layout, M)[-1].action == "archive"
+    cool.put(registry.layout.audit, registry.layout.audit_log(M, 1), b"something else\n")
+    with pytest.raises(DynamoBlobError, match="REGISTRY-ARCHIVE-DIFFERS"):
+        archive(registry.publisher, registry.layout, M, "1", cool)
 
 
 SELECTOR = {"engine": "vllm 0.31.0", "torch": "2.13.0", "gpu_arch": "sm_90", "config_digest": "abc"}
