@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Grant, Role
 from graphs.launch import runs
 from graphs.load import Graph, read_graph
-from graphs.site import EMBEDDED_ACCOUNTS, Site
+from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
 
 KEY_ENV = "DYNAMO_BLOB_SIGNING_KEY"
 
@@ -119,11 +121,13 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
     site = Site(run=state / "runs" / "cli", state=state)
     for name in EMBEDDED_ACCOUNTS.values():
         ensure_key(site.account_key(name))
-    url, key = site.account_url(graph.spec, "weights"), site.account_key(EMBEDDED_ACCOUNTS["weights"])
+    key, port = site.account_key(EMBEDDED_ACCOUNTS["weights"]), site.port(graph.spec, "azurite")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-blob-")))
-        if not _serving(state):
+        held = served_port(state, port)
+        if held is None:
             stack.enter_context(_azurite(graph, site, scratch))
+        url = f"http://{LOOPBACK}:{held or port}/{EMBEDDED_ACCOUNTS['weights']}"
         owner = Account(AccountConfig(url=url, credential=CredentialConfig(kind="key_file", path=str(key))))
         for container in layout.containers:
             owner.ensure_container(container)
@@ -133,6 +137,37 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
         account = Account(AccountConfig(url=url, credential=CredentialConfig(kind="sas_file", path=str(sas))))
         stack.callback(account.close)
         yield account
+
+
+def served_port(state: Path, default: int, deadline_s: float = 30.0) -> int | None:
+    """Port of the embedded store that somebody runs, None when nobody does.
+
+    A graph's port is its own (--set network.base_port), so it is read from the run; a graph that is starting has its
+    store in a moment. Another call of this command uses `default`. Blocks until the port answers, the store is free
+    again, or `deadline_s` have passed: then the caller learns from the port itself that nothing listens.
+    """
+    end, port = time.monotonic() + deadline_s, default
+    while _serving(state):
+        graphs = [r for r in runs.all_runs(state) if r.launcher_alive and not r.closed]
+        found = [p for r in graphs for p in map(_blob_port, r.state.get("processes") or ()) if p]
+        port = found[0] if found else default
+        if found or not graphs:
+            try:
+                socket.create_connection((LOOPBACK, port), 1).close()
+                return port
+            except OSError:
+                pass
+        if time.monotonic() > end:
+            return port
+        time.sleep(0.05)
+    return None
+
+
+def _blob_port(process: Any) -> int:
+    """Port of an Azurite's line in state.json; 0 for any other line."""
+    ports = process.get("ports") if isinstance(process, dict) and process.get("component") == "azurite" else None
+    port = ports.get("blob") if isinstance(ports, dict) else None
+    return port if isinstance(port, int) and 0 < port < 65536 else 0
 
 
 def _serving(state: Path) -> bool:
