@@ -18,6 +18,7 @@ from typing import Any
 from components.common.errors import DynamoBlobError
 from components.common.registry.publish import adopt, publish_directory
 from graphs.cli._registry import add_access, bar, emit, open_registry, size
+from graphs.launch.source import refuse_incomplete
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     facts = provenance(args.source, args.provenance)
+    if not args.source.startswith("az://"):
+        refuse_incomplete(Path(args.source))
     with open_registry(args, "publisher") as registry:
         key = None if args.unsigned else registry.key("publisher", args.key)
         options: dict[str, Any] = {

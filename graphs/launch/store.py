@@ -31,6 +31,7 @@ from components.common.storage.azurite import ensure_key, log_records
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Grant, Role, SasIssuer
 from graphs.launch.runs import REPOSITORY, write_json
+from graphs.launch.source import refuse_incomplete
 from graphs.load import Graph
 from graphs.site import EMBEDDED_ACCOUNTS, Release, Site
 from graphs.spec import GraphSpec
@@ -191,6 +192,7 @@ def materialise_source(graph: Graph, say: Progress) -> Path:
             "RELEASE-SOURCE", "the model directory holds no model", where=graph.place("model", "source"), why=f"no config.json in {directory}",
             do="give a directory with config.json, tokenizer and safetensors, or sample:NAME",
         )  # fmt: skip
+    refuse_incomplete(directory, graph.place("model", "source"))
     return directory
 
 

@@ -256,3 +256,23 @@ async def test_nothing_starts_while_the_graph_drains(tmp_path: Path, ports: list
         assert s.children["azurite-0"].ready.is_set()
         await until(lambda: s.phase == "drained")
         assert s.children["weights-0"].starts == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"config.json": "{"}, "config.json: it cannot be read as JSON"), ({"config.json": "[]"}, "config.json: it holds no JSON object"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}', "m-1.safetensors": ""}, "1 files that are not there: m-2.safetensors"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": 5}}'}, "weight_map is no mapping"),
+        ({"model.safetensors.index.json": "[" * 5000}, "cannot be read as JSON"),
+    ],
+)  # fmt: skip
+def test_half_a_model_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], why: str
+) -> None:
+    """An index that names a missing shard was published and approved, and its version could never be mended."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    error = verb(capsys, "publish", str(tmp_path), "half", "1", "--state", str(tmp_path / "state"))
+    assert error["code"] == "RELEASE-SOURCE" and why in error["why"]
+    assert not (tmp_path / "state").exists()
