@@ -26,6 +26,7 @@ from graphs.sockets import socket_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEEP_RUNS = 20
+FULL_BYTES = 16 << 20
 
 
 def default_state() -> Path:
@@ -95,6 +96,17 @@ def usable(state: Path) -> Iterator[None]:
             "LAUNCH-STATE-DIR", "the state directory cannot be used", where=str(e.filename or state), why=str(e.strerror or e),
             do="make it a directory this user may write to, with room, or give another: --state DIR",
         ) from None  # fmt: skip
+
+
+def full_disk(state: Path, error: DynamoBlobError) -> DynamoBlobError | None:
+    """The true reason when the store failed because its disk is full: Azurite only falls silent then."""
+    free = shutil.disk_usage(state).free
+    if not error.code.startswith("STORAGE-") or free >= FULL_BYTES:
+        return None
+    return DynamoBlobError(
+        "LAUNCH-DISK-FULL", "the disk of the state directory is full", where=str(state), why=f"{free >> 20} MiB are left; then {error.code}: {error.what}",
+        do="make room, or use another: --state DIR",
+    )  # fmt: skip
 
 
 def all_runs(state: Path) -> list[Run]:

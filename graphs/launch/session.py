@@ -165,7 +165,7 @@ class Session:
                     await supervisor.children["azurite-0"].ready.wait()
                     await asyncio.to_thread(store.ensure_containers, self.graph, self.site)
         except DynamoBlobError as e:
-            supervisor.fail(e)
+            supervisor.fail(runs.full_disk(self.state, e) or e)
         except Exception as e:
             supervisor.fail(DynamoBlobError("LAUNCH-FAULT", "the start failed", why=f"{type(e).__name__}: {e}"))
 

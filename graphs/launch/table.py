@@ -51,8 +51,25 @@ def headline(snapshot: dict[str, Any]) -> Text:
     return Text(line, "bold")
 
 
+def release_line(served: dict[str, Any]) -> Text:
+    """Which release is served, and who answers for it."""
+    line = f"release {served['model']} {served['version']} (from {served['resolved_from']})  manifest {served['manifest_digest'][:16]}…"
+    if served["approver"]:
+        days, rest = divmod(int(served["age_s"]), 86400)
+        age = (
+            f"{days} d {rest // 3600} h"
+            if days
+            else f"{rest // 3600} h {rest % 3600 // 60} min"
+            if rest >= 3600
+            else f"{rest // 60} min {rest % 60} s"
+        )
+        return Text(f"{line}  approved by {served['approver'][:16]}… {age} ago ({served['approved_at']})")
+    return Text(f"{line}  [approved by nobody]")
+
+
 def render(snapshot: dict[str, Any]) -> Group:
-    return Group(headline(snapshot), table(snapshot))
+    served = [release_line(snapshot["served"])] if snapshot.get("served") else []
+    return Group(headline(snapshot), *served, table(snapshot))
 
 
 class View:

@@ -276,3 +276,12 @@ def test_half_a_model_is_not_published(
     error = verb(capsys, "publish", str(tmp_path), "half", "1", "--state", str(tmp_path / "state"))
     assert error["code"] == "RELEASE-SOURCE" and why in error["why"]
     assert not (tmp_path / "state").exists()
+
+
+def test_a_full_disk_is_named_when_the_store_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, other = DynamoBlobError("STORAGE-TIMEOUT", "no answer"), DynamoBlobError("RELEASE-SOURCE", "no model")
+    assert runs.full_disk(tmp_path, silent) is None
+    monkeypatch.setattr(runs, "FULL_BYTES", 1 << 62)
+    named = runs.full_disk(tmp_path, silent)
+    assert named is not None and named.code == "LAUNCH-DISK-FULL" and "STORAGE-TIMEOUT" in named.why
+    assert runs.full_disk(tmp_path, other) is None
