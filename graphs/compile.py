@@ -113,6 +113,7 @@ class _Compiler:
             release={
                 "model": spec.model.name, "version": self.version(), "channel": "" if spec.model.version else spec.model.channel,
                 "manifest_digest": self.manifest_digest(), "weights_digest": self.weights_digest(), "trust": self.trust().require,
+                **({"loader": spec.engine.loader} if spec.engine.loader != "dynamo_blob" else {}),
             },
             endpoint=f"http://{c.frontend.listen}", processes=tuple(processes), namespace=site.namespace(spec),
             engine_kind=spec.engine.kind, links=self.links(), storage=self.storage(),
@@ -151,7 +152,9 @@ class _Compiler:
             approver_keys=tuple(trust.approver_keys if trust else ()),
         )
 
-    def weights_config(self, identity: str, version: str = "", service: str = "", report: str = "", cache_dir: str = "") -> WeightsConfig:
+    def weights_config(
+        self, identity: str, version: str = "", service: str = "", report: str = "", cache_dir: str = ""
+    ) -> WeightsConfig:
         spec, other = self.spec, bool(version) and version != self.version()
         return WeightsConfig(
             release=ReleaseConfig(

@@ -19,6 +19,25 @@ LOADERS = {
     "modelexpress": "modelexpress",
 }
 
+WEIGHTS_ARGS = (
+    "load_format", "model", "model_weights", "model_loader_extra_config", "hf_config_path", "tokenizer", "default_mm_loras", "download_dir",
+)  # fmt: skip
+"""vLLM arguments that decide which weights are loaded, and by whom."""
+
+
+def check_extra(config: WorkerConfig) -> None:
+    """Refuse settings that would let in weights or code that no manifest names. Raises WEIGHTS-UNVERIFIED-LOADER."""
+    extra = config.engine.extra
+    behind = [k for k in WEIGHTS_ARGS if k in extra]
+    draft = extra.get("speculative_config")
+    if isinstance(draft, dict) and draft.get("model"):
+        behind.append("speculative_config.model")
+    if behind and not config.weights.allow_unverified:
+        raise DynamoBlobError(
+            "WEIGHTS-UNVERIFIED-LOADER", f"engine.extra.{behind[0]} would let unverified weights in", where=f"{config.name}: engine.extra",
+            why="model and loader belong to the plan", do="leave it out, or say engine.allow_unverified: true",
+        )  # fmt: skip
+
 
 def handover_connector(config: WorkerConfig) -> dict[str, Any] | None:
     """vLLM's NixlConnector for this role; None in an aggregated graph.
@@ -75,6 +94,7 @@ def engine_args(config: WorkerConfig, model_path: str, kv_events_endpoint: str) 
             enable_kv_cache_events=True, publisher="zmq", endpoint=kv_events_endpoint, topic=""
         )
     names = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    check_extra(config)
     for key in e.extra:
         if key not in names:
             raise DynamoBlobError(

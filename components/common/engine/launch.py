@@ -44,12 +44,18 @@ def main(role: str, argv: list[str] | None = None) -> int:
 
 
 def _serve(config: WorkerConfig) -> None:
+    from components.common.engine.args import check_extra
+    from components.common.loading.whole import check_loader
+
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    check_loader(config.weights)  # `dynamo check` refuses these too; a worker does not rely on it
+    check_extra(config)
     if config.engine_kind == "vllm":
         from components.common.engine import zygote
 
-        zygote.preload_openmp()
-        zygote.prepare()  # imports vLLM once, before any thread or runtime exists
+        if zygote.wanted():
+            zygote.preload_openmp()
+            zygote.prepare()  # imports vLLM once, before any thread or runtime exists
     import uvloop
     from dynamo.common.backend.worker import Worker
 
@@ -68,15 +74,17 @@ def _serve(config: WorkerConfig) -> None:
 
 
 async def build(config: WorkerConfig) -> tuple[Any, Any]:
-    """The engine and Dynamo's description of it. Fetches the release's small files first (config, tokenizer, template)."""
+    """The engine and Dynamo's description of it. Fetches the model directory first (for our loader: config, tokenizer, template)."""
     import asyncio
 
     from dynamo.common.backend import WorkerConfig as DynamoWorkerConfig
     from dynamo.common.constants import DisaggregationMode
 
     from components.common.loading.files import materialise_small_files
+    from components.common.loading.whole import model_directory
 
-    path = await asyncio.to_thread(materialise_small_files, config.weights)
+    make = materialise_small_files if config.engine_kind == "mock" else model_directory
+    path = await asyncio.to_thread(make, config.weights)
     digest = path.name
     if config.engine_kind == "mock":
         from components.common.engine.mock import MockEngine

@@ -9,6 +9,7 @@ It also answers kill -9: zygote and forks die with the process that made them (P
 where spawned ones live on as orphans.
 
 Not on GPUs: vLLM itself forbids forks after CUDA is initialised and its platform check initialises it.
+DYNAMO_BLOB_ZYGOTE=off keeps vLLM's own way (spawn) on CPUs too: the baseline of `bench ready`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 SPIN_S = 0.001
+SWITCH = "DYNAMO_BLOB_ZYGOTE"
 _PRELOAD = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -38,6 +40,11 @@ _PRELOAD = (
     "vllm.v1.kv_offload.tiering.spec",
     "components.common.loading.plugin",
 )
+
+
+def wanted() -> bool:
+    """False when the environment asks for vLLM's own way of starting its processes."""
+    return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
 
 
 def preload_openmp() -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -52,15 +53,20 @@ def _materialise(config: WeightsConfig, resolved: Found, report: Report) -> Path
     work = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         work.mkdir()
-        for file in small_files(manifest):
-            path = work / safe_path(file.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(fetch_file(file, manifest.range_bytes, fetcher))
+        write_small_files(work, manifest, fetcher)
         (work / "manifest.json").write_bytes(resolved.manifest_bytes)
         _publish(work, target, resolved)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def write_small_files(directory: Path, manifest: Manifest, fetcher: Fetcher) -> None:
+    """Fetch every small file of the release into `directory`, verified."""
+    for file in small_files(manifest):
+        path = directory / safe_path(file.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(fetch_file(file, manifest.range_bytes, fetcher))
 
 
 def _publish(work: Path, target: Path, resolved: Found) -> None:
@@ -119,10 +125,10 @@ def verify_directory(target: Path, resolved: Found) -> DynamoBlobError | None:
     return None
 
 
-def verify_small_files(directory: Path, manifest: Manifest) -> int:
-    """Hash every small file in `directory`, refuse files the release does not name; total bytes. Raises on any difference."""
+def verify_small_files(directory: Path, manifest: Manifest, also: Iterable[str] = ()) -> int:
+    """Hash every small file in `directory`, refuse files that are neither one of them nor `also`; total bytes. Raises on any difference."""
     total = 0
-    names = {"manifest.json"}
+    names = {"manifest.json", *also}
     for file in small_files(manifest):
         path = directory / safe_path(file.path)
         names.add(file.path)

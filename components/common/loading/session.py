@@ -60,13 +60,13 @@ class Session:
             budget=c.budget_bytes if pin is None else min(c.budget_bytes, max(PINNED_BYTES, 4 * self._largest())),
             deadline=deadline,
             pin=pin,
-            place=self._place,
+            place=self.place,
         )
 
     def _largest(self) -> int:
         return max((t.end - t.begin for t in self.manifest.tensors), default=0) + 2 * self.manifest.range_bytes
 
-    def _place(self, file: FileEntry) -> MappedFile | SharedFile | None:
+    def place(self, file: FileEntry) -> MappedFile | SharedFile | None:
         """The file in the node cache, filled there once for all workers of the node; None = read Blob into own buffers."""
         found = self.resolved
         if found.offline:
