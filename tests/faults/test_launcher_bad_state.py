@@ -285,3 +285,16 @@ def test_a_full_disk_is_named_when_the_store_falls_silent(tmp_path: Path, monkey
     named = runs.full_disk(tmp_path, silent)
     assert named is not None and named.code == "LAUNCH-DISK-FULL" and "STORAGE-TIMEOUT" in named.why
     assert runs.full_disk(tmp_path, other) is None
+
+
+def test_a_users_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With HTTP_PROXY set, `dynamo serve` could not publish into its own store."""
+    from requests.utils import should_bypass_proxies
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "example.org")
+    assert not should_bypass_proxies("http://127.0.0.1:8104/x", None)
+    assert main(["version"]) == 0
+    assert should_bypass_proxies("http://127.0.0.1:8104/x", None) and should_bypass_proxies("http://example.org/", None)
+    assert not should_bypass_proxies("http://elsewhere.org/", None)
