@@ -26,19 +26,23 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.lines < 0:
+        raise DynamoBlobError(
+            "CLI-ARGUMENT", f"--lines {args.lines} is not a number of lines", do="dynamo logs --lines 50"
+        )
     chosen = _chosen((args.state or runs.default_state()).absolute(), args.graph, args.process)
     width = max(len(p.stem) for p in chosen)
     if args.json:
-        print(json.dumps({p.stem: tail(p, 1 << 20)[-args.lines :] for p in chosen}))
+        print(json.dumps({p.stem: _last(p, args.lines) for p in chosen}))
         return 0
-    at = {p: p.stat().st_size for p in chosen}
+    at = {p: _size(p) for p in chosen}
     for path in chosen:
-        for line in tail(path, 1 << 20)[-args.lines :]:
+        for line in _last(path, args.lines):
             print(f"{path.stem:<{width}}  {line}")
     while args.follow:
         time.sleep(0.2)
         for path in chosen:
-            size = path.stat().st_size
+            size = _size(path)
             if size > at[path]:
                 with open(path, "rb") as f:
                     f.seek(at[path])
@@ -46,6 +50,18 @@ def run(args: argparse.Namespace) -> int:
                         print(f"{path.stem:<{width}}  {line}", flush=True)
             at[path] = size
     return 0
+
+
+def _last(path: Path, lines: int) -> list[str]:
+    return tail(path, 1 << 20)[-lines:] if lines else []
+
+
+def _size(path: Path) -> int:
+    """0 when an old run's directory was cleared away meanwhile."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _chosen(state: Path, graph: str, names: list[str]) -> list[Path]:

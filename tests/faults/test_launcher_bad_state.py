@@ -298,3 +298,13 @@ def test_a_users_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyP
     assert main(["version"]) == 0
     assert should_bypass_proxies("http://127.0.0.1:8104/x", None) and should_bypass_proxies("http://example.org/", None)
     assert not should_bypass_proxies("http://elsewhere.org/", None)
+
+
+def test_logs_prints_as_many_lines_as_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = tmp_path / "runs" / "20260101-000000-mock" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "decode-0.log").write_text("a\nb\nc\n")
+    for lines, shown in ((0, []), (2, ["b", "c"]), (9, ["a", "b", "c"])):
+        assert main(["logs", "--state", str(tmp_path), "--lines", str(lines), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"decode-0": shown}
+    assert verb(capsys, "logs", "--state", str(tmp_path), "--lines", "-5")["code"] == "CLI-ARGUMENT"
