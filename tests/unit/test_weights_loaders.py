@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.standin import StandIn
-from components.common.engine import launch
+from components.common.engine import launch, zygote
 from components.common.engine.config import EngineArgs, WorkerConfig
 from components.common.errors import DynamoBlobError
 from components.common.loading import whole
@@ -52,9 +52,11 @@ def files_under(directory: Path) -> dict[str, bytes]:
     ],
 )
 def test_the_worker_itself_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: dict[str, Any], extra: dict[str, Any], code: str
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: dict[str, Any],
+    extra: dict[str, Any], code: str,
+) -> None:  # fmt: skip
     """`dynamo check` refuses most of these; a worker started past it does too, before it imports vLLM or asks anybody."""
+    monkeypatch.setattr(zygote, "preload_openmp", lambda: pytest.fail("it got past the refusal"))
     config = WorkerConfig(
         name="aggregated-0", role="aggregated", served_model="m", namespace="n", component="backend", run_dir=str(tmp_path / "run"),
         weights=weights_config("http://127.0.0.1:1/nobody", tmp_path / "w", **weights), engine=EngineArgs(extra=extra),
