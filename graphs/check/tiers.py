@@ -44,10 +44,11 @@ def settings(c: Context) -> Iterator[Finding]:
 
 
 def chunks(c: Context) -> Iterator[Finding]:
+    """A chunk is one row of the DRAM tier and one object: the pages of all ranks, side by side."""
     for worker in c.workers:
         tiers, facts = c.tiers(worker), worker.profile.model
-        if tiers is None or not facts.kv_bytes_per_token:
-            continue
+        if tiers is None or not facts.kv_bytes_per_token or facts.layout == "linear+full":
+            continue  # hybrids: the engine sets the block itself, so that a page holds a recurrent state
         chunk = facts.kv_bytes_per_token * worker.args.block_size * tiers.blocks_per_chunk
         size = f"{worker.args.block_size} tokens x {tiers.blocks_per_chunk} blocks x {facts.kv_bytes_per_token} B = {kib(chunk)}"
         if not MIN_CHUNK <= chunk <= MAX_CHUNK and c.spec.engine.kind == "vllm":

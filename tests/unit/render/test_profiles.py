@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.common.kv.config import MAX_CHUNK, MIN_CHUNK, KvTiersConfig
+from graphs.check import check_graph
 from graphs.profiles import CONFIGS, EngineProfile, read_engine_profile, read_kv_profile
 from tests.golden import rendering
 
@@ -75,7 +76,9 @@ def test_chunks_are_two_to_thirty_two_mib_and_the_tier_fits_the_node(name: str) 
     settings = KvTiersConfig.parse(read_kv_profile(name, "test")[0].settings)
     if p.model.layout != "linear+full":  # those: the engine sets the block itself
         tokens = settings.blocks_per_chunk * p.engine["block_size"]
-        chunk = tokens * p.model.kv_bytes_per_token // p.gpus
+        chunk = (
+            tokens * p.model.kv_bytes_per_token
+        )  # one row, one object: vLLM lays the pages of all ranks side by side
         assert MIN_CHUNK <= chunk <= MAX_CHUNK
         assert settings.staging_bytes == pytest.approx(64 * chunk, abs=2**20)
     replicas = 8 // p.gpus
@@ -85,3 +88,9 @@ def test_chunks_are_two_to_thirty_two_mib_and_the_tier_fits_the_node(name: str) 
 def test_no_profile_stands_alone(tmp_path: Path) -> None:
     """A KV profile without its engine profile would be sized for nothing."""
     assert [n for n in KV if n not in GPU and n != "qwen3-8b-h200"] == []
+
+
+def test_check_agrees_with_the_profiles_of_every_shipped_graph() -> None:
+    """The same arithmetic twice: a profile that `check` warns of is a profile to be mended."""
+    for graph in (rendering.ROOT / "graphs/aks").glob("*-h200.yaml"):
+        assert check_graph(graph) == [], graph.stem
