@@ -31,6 +31,11 @@ class Context:
     def spec(self) -> GraphSpec:
         return self.graph.spec
 
+    @property
+    def for_cluster(self) -> bool:
+        """Every replica is a pod with its own address: nothing about ports and slots of one machine applies."""
+        return self.spec.cluster is not None or self.spec.runtime.discovery == "kubernetes"
+
     @cached_property
     def linked(self) -> tuple[Worker, Worker] | None:
         """Prefill and decode, when KV goes from one to the other."""

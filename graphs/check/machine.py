@@ -59,7 +59,7 @@ def environment(c: Context) -> Iterator[Finding]:
 
 def ports(c: Context) -> Iterator[Finding]:
     seen: dict[int, str] = {}
-    for p in c.plan.processes:
+    for p in c.plan.processes if not c.for_cluster else ():
         for port in p.ports:
             if port.number > 65535 or port.number < 1:
                 yield Finding(
@@ -150,7 +150,7 @@ def drains(c: Context) -> Iterator[Finding]:
 def replicas(c: Context) -> Iterator[Finding]:
     for name, own in components(c):
         most = LOCAL_REPLICAS.get(name.replace("_", "-"), 8)
-        if c.spec.cluster is None and own.replicas > most:
+        if not c.for_cluster and own.replicas > most:
             yield Finding(
                 "CHECK-REPLICAS",
                 f"{own.replicas} replicas of {name} on one machine",
@@ -248,13 +248,13 @@ def cluster(c: Context) -> Iterator[Finding]:
                 f"{image}: what runs could change without a change here; admission refuses it",
                 "name it by digest: registry/image@sha256:…",
             )
-    if c.spec.storage.embedded == "azurite" and not c.spec.storage.weights.url:
+    if c.spec.storage.embedded == "azurite" and not (c.spec.storage.weights.url or c.spec.cluster.accounts.weights):
         yield Finding(
             "CHECK-CLUSTER-STORAGE",
             "a cluster without accounts",
             c.graph.place("storage"),
             "the embedded store exists on one machine only",
-            "set storage.weights.url and storage.kv.url",
+            "set storage.weights.url and storage.kv.url, or cluster.accounts",
         )
 
 

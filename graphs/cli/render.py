@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from components.common.errors import DynamoBlobError
+from graphs.check import check_loaded
 from graphs.compile import compile_plan
 from graphs.document import Document, load
 from graphs.load import Graph, read_graph, validate
@@ -38,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     from graphs.render.output import manifests, to_yaml
     from graphs.render.requirements import warnings
 
-    plan = cluster_plan(args.graph, args.set, args.cluster)
+    graph = read_graph(args.graph, args.set)
+    cluster = cluster_of(graph, args.cluster)
+    refuse(graph, cluster)
+    plan = compile_plan(graph, cluster_site(graph.spec, cluster))
     objects = manifests(plan, args.api, admit=not args.no_admission)
     for warning in warnings(plan):
         print(f"warning: {warning}", file=sys.stderr)
@@ -51,6 +55,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(json.dumps(objects, indent=1) if args.json else to_yaml(objects), end="\n" if args.json else "")
     return 0
+
+
+def refuse(graph: Graph, cluster: ClusterSpec) -> None:
+    """What `dynamo check` calls an error is not rendered: `serve` would not start it either."""
+    both = Graph(graph.spec.model_copy(update={"cluster": cluster}), graph.document)
+    errors = [f for f in check_loaded(both) if f.severity == "error"]
+    if errors:
+        error = errors[0].as_error()
+        error.data["findings"] = [f.as_json() for f in errors]
+        raise error
 
 
 def cluster_plan(

@@ -13,7 +13,7 @@ from components.common.errors import DynamoBlobError
 from graphs.plan import Plan, Probe, Process, Volume
 from graphs.render import base
 from graphs.render.base import Manifest, Pod
-from graphs.render.site import TENANTS
+from graphs.render.site import POD_IP, TENANTS
 
 MIB = 2**20
 WORKER_UID, WEIGHTS_UID, SHARED_GID = 64124, 64123, 64123
@@ -34,7 +34,12 @@ def pods(plan: Plan) -> list[Pod]:
     cluster = plan.cluster or {}
     sidecar = cluster.get("cache_mode") == "sidecar"
     out: list[Pod] = []
-    if "frontend" in found:
+    if "frontend" not in found:
+        raise DynamoBlobError(
+            "RENDER-COMPONENT", "the graph has no gateway", where="components.frontend.replicas",
+            why="nothing would answer", do="give it one replica at least",
+        )  # fmt: skip
+    else:
         gateway, count = found.pop("frontend")
         behind = found.pop("dynamo-frontend", None)
         if behind is None:
@@ -198,13 +203,13 @@ def _container(plan: Plan, p: Process, name: str) -> Manifest:
         {"name": k, "valueFrom": {"fieldRef": {"fieldPath": path}}} for k, path in CLUSTER_ENV.items() if k not in p.env
     ]
     env.append({"name": "HOME", "value": p.cwd})  # the image's own home is not writable
-    env += [{"name": k, "value": v} for k, v in p.env.items() if k != "HOME"]
+    env += [{"name": k, "value": literal(v)} for k, v in p.env.items() if k != "HOME"]
     capabilities: Manifest = {"drop": ["ALL"]}
     if p.gpus and (plan.cluster or {}).get("extra_resources"):
         capabilities["add"] = ["IPC_LOCK"]  # RDMA pins memory
     own_user = {"runAsUser": WEIGHTS_UID} if p.component == "weights" else {}
     container: Manifest = {
-        "name": name, "image": image(plan, p.component), "command": list(p.argv[:3]), "args": list(p.argv[3:]),
+        "name": name, "image": image(plan, p.component), "command": list(p.argv[:3]), "args": [literal(a) for a in p.argv[3:]],
         "workingDir": p.cwd, "env": env,
         "ports": [{"name": port.name, "containerPort": port.number, "protocol": "TCP"} for port in _ports(p)],
         "resources": resources(plan, p), **_probes(p),
@@ -212,6 +217,11 @@ def _container(plan: Plan, p: Process, name: str) -> Manifest:
         "volumeMounts": [{k: v for k, v in m.items() if v is not False} for m in _mounts(plan, p)],
     }  # fmt: skip
     return {k: v for k, v in container.items() if v not in ([], {})}
+
+
+def literal(text: str) -> str:
+    """`text` as the kubelet must be told it: it expands $(NAME) and halves $$, which no launcher does. Our own $(POD_IP) stays."""
+    return re.sub(r"\$(?=[$(])", "$$", text).replace(f"${POD_IP}", POD_IP) if "$" in text else text
 
 
 def _ports(p: Process) -> list[Any]:

@@ -8,6 +8,8 @@ from graphs.load import Finding
 from graphs.plan import Plan
 from graphs.render import base
 
+MOST_LABEL = 63
+"""Characters of a label's value."""
 _DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
 
@@ -30,7 +32,19 @@ def findings(plan: Plan) -> list[Finding]:
                 "add `cluster:` to the graph, or pass --cluster FILE (deploy/cluster.example.yaml)",
             )
         ]  # fmt: skip
-    return _release(plan) + _gateway(plan) + _times(plan) + _identities(plan) + _planes(plan)
+    return _names(plan) + _release(plan) + _gateway(plan) + _times(plan) + _identities(plan) + _planes(plan)
+
+
+def _names(plan: Plan) -> list[Finding]:
+    if len(plan.namespace) <= MOST_LABEL:
+        return []
+    return [
+        Finding(
+            "RENDER-NAME-LENGTH", f"the Dynamo namespace '{plan.namespace}' is longer than {MOST_LABEL} characters", plan.source,
+            "the operator makes it of the Kubernetes namespace and the graph's name, and labels every pod with it",
+            "shorten cluster.namespace or the graph's name",
+        )
+    ]  # fmt: skip
 
 
 def _release(plan: Plan) -> list[Finding]:

@@ -29,7 +29,7 @@ from tests.golden.schemas import templates
 pytestmark = pytest.mark.slow
 
 GRAPH = rendering.ROOT / "graphs/mock.yaml"
-SETS = ("components.decode.replicas=2", "components.decode.env={RUST_BACKTRACE: '1'}")
+SETS = ("components.decode.replicas=2", "components.decode.env={RUST_BACKTRACE: '1', ODD: '$(HOME) $$ é'}")
 LOCAL_ONLY = {"azurite", "events"}  # the store and the event broker of one machine
 Flat = dict[str, Any]
 
@@ -152,7 +152,7 @@ def rendered(items: list[dict[str, Any]]) -> Flat:
             out |= words(argv, f"{c}.argv") | {f"{c}.cwd": container["workingDir"], f"{c}.replicas": replicas[name]}
             for e in container["env"]:
                 if e["name"] not in PASSED and e["name"] not in CLUSTER_ENV:
-                    out[f"{c}.env.{e['name']}"] = e["value"]
+                    out[f"{c}.env.{e['name']}"] = e["value"].replace("$$", "$")  # as the kubelet expands it
             if "--plan" in argv:
                 path = argv[argv.index("--plan") + 1]
                 mount = next(m for m in container["volumeMounts"] if path.startswith(m["mountPath"] + "/"))
