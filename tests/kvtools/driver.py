@@ -105,6 +105,10 @@ class Driver:
                     out[key] = out.get(key, 0.0) + sample.value
         return out
 
+    async def rpc(self, name: str, method: str) -> Any:
+        """What the engine's (first) worker answers to a method of its `worker_extension_cls`."""
+        return (await self.engines[name].collective_rpc(method))[0]
+
     async def pids(self) -> dict[str, int]:
         """Descendants of this process by command name."""
         import psutil

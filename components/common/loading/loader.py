@@ -74,13 +74,17 @@ class BlobModelLoader(BaseModelLoader):
 
     def _tensors(self, session: Any, report: Report) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything the release holds; the generator runs to its end, so every byte is verified before we are ready."""
-        began = time.monotonic()
+        began = asked = time.monotonic()
+        waited = 0.0  # the engine's, for the next tensor
         for name, tensor in _on_device(session):
+            waited += time.monotonic() - asked
             if not report.counts["tensors"]:
                 report.set(first_tensor_s=round(time.monotonic() - began, 4))
             report.set(last_tensor=name)
             yield name, tensor
-        report.set(all_tensors_s=round(time.monotonic() - began, 4))
+            asked = time.monotonic()
+        waited += time.monotonic() - asked
+        report.set(all_tensors_s=round(time.monotonic() - began, 4), waited_s=round(waited, 4))
 
 
 def _on_device(session: Any) -> Iterator[tuple[str, torch.Tensor]]:
