@@ -44,12 +44,13 @@ def error_body(status: int, code: str | None, message: str, param: str | None = 
 
 
 def from_upstream(status: int, body: bytes, unhealthy: str) -> Refusal:
-    """Dynamo's `{"message", "type", "code"}` as ours. 5xx become 503 with Retry-After: nothing was answered, a retry is safe."""
+    """Dynamo's `{"message", "type", "code"}` as ours. 5xx become 503 with Retry-After: nothing was answered, a retry is safe.
+
+    So does 404: the gateway passes on no model but its own, and Dynamo does not know that one only while it has no worker.
+    """
     message = _message(body)
-    if status in (502, 503, 504, 500, 529):
+    if status in (404, 500, 502, 503, 504, 529):
         return Refusal(503, "unavailable", unhealthy or message or "the request could not be served", retry_after=2)
-    if status == 404:
-        return Refusal(404, "model_not_found", message or "not found", param="model")
     if status == 429:
         return Refusal(429, "overloaded", message or "the workers are busy", retry_after=1)
     return Refusal(status, "invalid_request", message or f"refused with status {status}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import uuid
@@ -17,6 +18,8 @@ from components.frontend.config import GatewayConfig
 from components.frontend.decisions import TAIL, Record
 from components.frontend.errors import Refusal, from_upstream, sse_error
 from components.frontend.upstream import UpstreamGone, Upstreams, quick_ack
+
+log = logging.getLogger("gateway")
 
 PIN = "x-dynamo-prefill-instance-id"
 REQUEST_ID = "x-dynamo-request-id"
@@ -84,7 +87,8 @@ class Relay:
         try:
             base, answer = await self.upstreams.post(out.path, out.body, headers, skip)
         except UpstreamGone as e:
-            raise Refusal(503, "unavailable", f"Dynamo's frontend does not answer: {e}", retry_after=2) from None
+            log.warning("request %s: %s", record.request_id, e)  # the address is for operators, not for clients
+            raise Refusal(503, "unavailable", "Dynamo's frontend does not answer", retry_after=2) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             raise _TryAgain(_broken(e)) from None
         whole = False
@@ -108,7 +112,7 @@ class Relay:
         body = b""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             body = await answer.content.read(ERROR_BODY)
-        why = await self.why_unhealthy() if answer.status >= 500 else ""
+        why = await self.why_unhealthy() if answer.status >= 500 or answer.status == 404 else ""
         refusal = from_upstream(answer.status, body, why)
         # Dynamo answers 4xx, too, for a pinned worker it does not know (any more).
         if pin is not None and (answer.status >= 500 or b"Invalid request" in body):

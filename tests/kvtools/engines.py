@@ -20,7 +20,7 @@ from components.common.kv.shm import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".state" / "models"
-LOCK = Path(tempfile.gettempdir()) / "dynamo-blob.vllm.lock"
+LOCK = Path(tempfile.gettempdir()) / "dynamo-blob.engines.lock"
 
 
 class EngineError(RuntimeError):

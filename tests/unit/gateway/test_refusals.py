@@ -97,7 +97,7 @@ async def test_unknown_routes_and_methods_have_the_same_error_body(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("upstream", "ours", "code"),
-    [(400, 400, "invalid_request"), (404, 404, "model_not_found"), (429, 429, "overloaded"), (500, 503, "unavailable"), (503, 503, "unavailable"),
+    [(400, 400, "invalid_request"), (404, 503, "unavailable"), (429, 429, "overloaded"), (500, 503, "unavailable"), (503, 503, "unavailable"),
      (529, 503, "unavailable"), (422, 422, "invalid_request")],
 )  # fmt: skip
 async def test_dynamos_errors_get_openais_body(tmp_path: Path, upstream: int, ours: int, code: str) -> None:
