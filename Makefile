@@ -18,7 +18,7 @@ test-fast: install  ## no real engines: under five minutes
 	@tools/test.sh fast
 
 test-cluster: install  ## cluster planes for real: etcd and NATS on loopback
-	@tools/cluster_planes.sh && $(PY) -m pytest -q tests/cases/test_case_43_lease_loss.py
+	@tools/cluster_planes.sh && $(PY) -m pytest -q tests/promises/test_p1_cluster_planes.py tests/cases/test_case_43_lease_loss.py tests/unit/test_announce.py tests/unit/test_check_live.py
 
 check: install      ## lint, types and layers only
 	@tools/test.sh lint

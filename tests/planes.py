@@ -31,6 +31,9 @@ class Plane:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, deadline_s: float = 30.0) -> None:
+        with socket.socket() as probe:  # another's server there would be taken for ours
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", self.port))
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         end = time.monotonic() + deadline_s

@@ -172,7 +172,6 @@ async def serve(service: WeightService, stop: asyncio.Event) -> None:
     site = await _listen(runner, service.config.listen)
     resolving = asyncio.create_task(asyncio.to_thread(service.resolve))
     stopping = asyncio.create_task(stop.wait())
-    service.listen()
     try:
         await asyncio.wait({resolving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if resolving.done() and resolving.exception() is not None:

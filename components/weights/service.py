@@ -59,6 +59,7 @@ class WeightService:
         while not self._stop.is_set():
             try:
                 self._resolve_once()
+                self.listen()
                 return
             except DynamoBlobError as e:
                 self.error = e
@@ -166,8 +167,10 @@ class WeightService:
         return Sources(object=digest, ranges=tuple((*here, blob) for _ in file.ranges))
 
     def listen(self) -> None:
-        """Hear of promotions, where the plan says that they are announced. Degrades to nothing without NATS."""
-        if self.config.announce and self.listener is None:
+        """Hear of promotions, where the plan says that they are announced. Degrades to nothing without NATS.
+
+        Begins with the release pinned: the listener's first look compares the channel with it."""
+        if self.config.announce and self.listener is None and not self._stop.is_set():
             self.listener = Listener(self.config.announce, "promoted", self.announced, self.config.name).start()
 
     def announced(self, item: Announcement | None) -> None:

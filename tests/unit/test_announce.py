@@ -15,13 +15,21 @@ from components.common.kv.config import KvTiersConfig
 from components.common.kv.opened import open_tier
 from components.common.kv.purge import Purge, PurgeConfig
 from components.common.kv.store import KvStore
+from components.common.loading.config import WeightsConfig
 from components.common.messages.announce import PENDING, Announcement, Kind, Listener, publish
 from components.common.messages.salt import tenant_hash
+from components.common.registry.approve import approve
+from components.common.registry.config import ReleaseConfig
+from components.common.registry.promote import promote
+from components.common.registry.publish import publish_directory
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
+from graphs.cli.main import main
 from graphs.cli.purge import announcing
 from tests import planes
+from tests.faults.services import ServiceThread
 from tests.kv_azurite import KvAzurite, free_port, name
+from tests.registry_store import PROVENANCE, new_registry, write_model
 
 TENANT = tenant_hash("acme")
 
@@ -212,3 +220,44 @@ def test_telling_nobody_is_a_warning_with_what_follows(tmp_path: Path, capsys: p
     data.pop("order")
     plan.write_text(json.dumps(data))
     assert urls(argparse.Namespace(announce="", state=tmp_path, plan=plan)) == ["nats://127.0.0.1:4222"]
+
+
+def test_a_promotion_reaches_a_weight_service_which_goes_on_serving_what_it_pinned(
+    nats: planes.Plane, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`dynamo release promote` as an approver calls it; the service is a real one, over its socket."""
+    r = new_registry()
+    key = tmp_path / "approver.pem"
+    r.approver_key.write(key)
+    for v in ("1", "2"):
+        model = write_model(tmp_path / v, note=v)
+        publish_directory(r.publisher, r.layout.container, model, "m", v, key=r.publisher_key, provenance=PROVENANCE)
+        approve(r.approver, r.layout, "m", v, r.approver_key)
+    promote(r.approver, r.layout, "m", "1", r.approver_key, r.trust)
+    weights = WeightsConfig(
+        release=ReleaseConfig(model="m", container=r.layout.container), account=r.serving.config, trust=r.trust,
+        root=str(tmp_path / "root"),
+    )  # fmt: skip
+    command = [
+        "--account", r.approver.config.url, "--container", r.layout.container, "--sas-file", r.approver.config.credential.path,
+        "--key", str(key), "--announce", url(nats),
+    ]  # fmt: skip
+    trusted = ["--publisher-key", r.publisher_key.public, "--approver-key", r.approver_key.public]
+    with ServiceThread(tmp_path / "s", weights, announce=url(nats)) as service, caplog.at_level("WARNING"):
+        until(lambda: service.status()["channel"] == {"current": "1", "serves": "1"}, "its look at the start is over")
+        assert main(["release", "promote", "m", "2", *command, *trusted]) == 0
+        until(lambda: service.status()["channel"] == {"current": "2", "serves": "1"}, "it heard of the promotion")
+        assert "m 2 is current now; 1 stays in service until a restart" in caplog.text
+        assert service.client.release().version == "1"
+        assert main(["release", "rollback", "m", *command]) == 0
+        until(lambda: service.status()["channel"] == {"current": "1", "serves": "1"}, "it heard of the rollback")
+        nats.stop()
+        assert "ANNOUNCE" not in capsys.readouterr().err
+        assert main(["release", "promote", "m", "2", *command, *trusted]) == 0, "what is done is done"
+        assert "ANNOUNCE-FAILED" in capsys.readouterr().err
+        assert service.client.release().version == "1" and service.status()["channel"]["current"] == "1"
+        nats.start()
+        until(
+            lambda: service.status()["channel"] == {"current": "2", "serves": "1"},
+            "it looks when it is connected again",
+        )
