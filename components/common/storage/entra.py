@@ -6,6 +6,7 @@ is no valid token. One token request at a time per process, however many threads
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from components.common.errors import DynamoBlobError, nearest
 from components.common.storage.config import CredentialConfig
 from components.common.storage.credentials import RENEW_AT, Credential
 from components.common.storage.errors import StorageError, clean
+from components.common.storage.shared_token import SharedToken
 
 SCOPE = "https://storage.azure.com/.default"
 API_VERSION = "2024-11-04"
@@ -48,8 +50,8 @@ def chain(config: CredentialConfig) -> Any:
                 do="correct `chain`",
             )
         extra: dict[str, Any] = {} if name.startswith("azure_") else dict(_LIMITS)
-        if config.client_id and name in _TAKES_CLIENT_ID:
-            extra["client_id"] = config.client_id
+        if name in _TAKES_CLIENT_ID and (client := config.client_id or os.environ.get("AZURE_CLIENT_ID", "")):
+            extra["client_id"] = client
         if config.client_id and name == "default":
             extra |= {"managed_identity_client_id": config.client_id, "workload_identity_client_id": config.client_id}
         made.append(getattr(identity, _NAMES[name])(**extra))
@@ -57,10 +59,12 @@ def chain(config: CredentialConfig) -> Any:
 
 
 class EntraCredential(Credential):
-    """Bearer tokens. `make` builds the azure-identity credential (tests pass their own)."""
+    """Bearer tokens. `make` builds the azure-identity credential (tests pass their own, and then share nothing)."""
 
     def __init__(self, config: CredentialConfig, make: Callable[[], Any] | None = None) -> None:
-        self.identity = f"entra:{config.client_id or '+'.join(config.chain) or 'default'}"
+        who = config.client_id or os.environ.get("AZURE_CLIENT_ID", "")
+        self.identity = f"entra:{who or '+'.join(config.chain) or 'default'}"
+        self._shared = SharedToken(f"{config.client_id}|{config.chain}") if make is None else None
         self.requests = 0
         self._make = make or (lambda: chain(config))
         self._token: AccessToken | None = None
@@ -97,17 +101,23 @@ class EntraCredential(Credential):
             self._renewing = False
 
     def _request(self) -> AccessToken:
-        self.requests += 1
+        """A new token: another process's, or asked for now. The one we hold will not do (too old, or refused)."""
         now = time.time()
+        held = self._token.token if self._token else ""
+        token = self._shared.get(self._ask, held) if self._shared is not None else self._ask()
+        self._token, self._renew_at = token, now + (token.expires_on - now) * RENEW_AT
+        return token
+
+    def _ask(self) -> AccessToken:
+        self.requests += 1
         try:  # a fresh object each time: azure-identity's own cache would hand out the old token until minutes before its end
             token: AccessToken = self._make().get_token(SCOPE)
         except (AzureError, ValueError, OSError) as e:
             raise StorageError(
                 "STORAGE-NO-CREDENTIAL", "Microsoft Entra gave no token for storage", where=SCOPE,
                 why=f"{clean(str(e)).splitlines()[0] if str(e) else type(e).__name__}; identity: {self.identity}",
-                do="on AKS check the service account's workload identity and federation; elsewhere set credential.chain", status=0,
+                do="check that the client id (the graph's identities, or AZURE_CLIENT_ID) is an identity of this node or service account, and its federation; elsewhere set credential.chain", status=0,
             ) from None  # fmt: skip
-        self._token, self._renew_at = token, now + (token.expires_on - now) * RENEW_AT
         return token
 
     def refresh(self) -> bool:
