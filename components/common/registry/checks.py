@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +45,7 @@ CODE = {".py", ".pyc", ".pyd", ".so", ".sh", ".dll", ".dylib", ".exe", ".js", ".
 BINARY = {".safetensors", ".gguf", ".model", ".spm", ".png", ".jpg", ".jpeg", ".gif", ".pdf", ".webp", ".tiktoken"}
 REMOTE_CODE = "remote-code"
 SCAN_TIMEOUT_S = 3600.0
+_READERS = 4  # memory: one range each
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,26 @@ def _safetensors(account: Account, layout: Layout, manifest: Manifest) -> Check:
 
 
 def _no_pickle(account: Account, layout: Layout, manifest: Manifest) -> Check:
-    for file in manifest.files:
-        suffix = PurePosixPath(file.path).suffix.lower()
-        if suffix in PICKLES:
-            return Check("no-pickle", "fail", f"{file.path}: a kind of file that can hold pickled code")
-        head = ProvenReader(account, layout, manifest, file).read(0, min(file.size, 64 * 2**10))
-        if len(head) > 1 and head[0] == 0x80 and head[1] in (2, 3, 4, 5) and suffix not in (".safetensors",):
-            return Check("no-pickle", "fail", f"{file.path}: begins like a pickle")
-        if head[:4] == b"PK\x03\x04" and _zip_has_pickle(account, layout, manifest, file):
-            return Check("no-pickle", "fail", f"{file.path}: an archive with pickles")
-        if suffix not in BINARY and not _is_text(head, cut=file.size > len(head)):
-            return Check("no-pickle", "fail", f"{file.path}: binary of an unknown kind")
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="check") as pool:  # of many small files each is a request
+        for problem in pool.map(lambda f: _pickle_problem(account, layout, manifest, f), manifest.files):
+            if problem:
+                pool.shutdown(cancel_futures=True)
+                return Check("no-pickle", "fail", problem)
     return Check("no-pickle", "pass", f"{len(manifest.files)} files")
+
+
+def _pickle_problem(account: Account, layout: Layout, manifest: Manifest, file: FileEntry) -> str:
+    suffix = PurePosixPath(file.path).suffix.lower()
+    if suffix in PICKLES:
+        return f"{file.path}: a kind of file that can hold pickled code"
+    head = ProvenReader(account, layout, manifest, file).read(0, min(file.size, 64 * 2**10))
+    if len(head) > 1 and head[0] == 0x80 and head[1] in (2, 3, 4, 5) and suffix not in (".safetensors",):
+        return f"{file.path}: begins like a pickle"
+    if head[:4] == b"PK\x03\x04" and _zip_has_pickle(account, layout, manifest, file):
+        return f"{file.path}: an archive with pickles"
+    if suffix not in BINARY and not _is_text(head, cut=file.size > len(head)):
+        return f"{file.path}: binary of an unknown kind"
+    return ""
 
 
 def _zip_has_pickle(account: Account, layout: Layout, manifest: Manifest, file: FileEntry) -> bool:

@@ -26,6 +26,7 @@ from components.common.storage.account import Account, BlobInfo
 from components.common.storage.errors import StorageError
 
 _ONE_PUT = 32 * 2**20  # files up to this size go in one request
+_TINY = 64 * 2**10  # files up to this size are sent without asking first: the question would cost as much
 _TRIES = 5  # of the dance of find, touch and create against a collector
 
 
@@ -92,14 +93,14 @@ def _check_size(account: Account, layout: Layout, info: BlobInfo, size: int) -> 
 
 
 def _small(account: Account, layout: Layout, path: Path, entry: FileEntry, range_bytes: int, meter: Meter) -> None:
-    if keep(account, layout, entry.blake3, entry.size):
+    if entry.size > _TINY and keep(account, layout, entry.blake3, entry.size):
         meter.add(entry.size, skipped=True)
         return
     data = path.read_bytes()
     if len(data) != entry.size or blake3(data).hexdigest() != entry.blake3:
         raise _changed(path)
-    _settle(account, layout, entry, lambda: account.create(layout.container, layout.object(entry.blake3), data))
-    meter.add(entry.size)
+    sent = _settle(account, layout, entry, lambda: account.create(layout.container, layout.object(entry.blake3), data))
+    meter.add(entry.size, skipped=not sent)
 
 
 def _large(
@@ -147,15 +148,20 @@ def _large(
         os.close(fd)
 
 
-def _settle(account: Account, layout: Layout, entry: FileEntry, create: Callable[[], object]) -> None:
-    """Run `create`; if another publisher was first, protect theirs instead."""
-    try:
-        create()
-    except StorageError as e:
-        if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION") or not keep(
-            account, layout, entry.blake3, entry.size
-        ):
-            raise
+def _settle(account: Account, layout: Layout, entry: FileEntry, create: Callable[[], object]) -> bool:
+    """Run `create`, True; or, if the object is there already, protect it, False. A collector may take it away in between."""
+    for attempt in range(1, _TRIES + 1):
+        try:
+            create()
+            return True
+        except StorageError as e:
+            if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
+                raise
+            if keep(account, layout, entry.blake3, entry.size):
+                return False
+            if attempt == _TRIES:
+                raise
+    raise AssertionError("unreachable")
 
 
 def block_id(index: int, digest: str) -> str:
