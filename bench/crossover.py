@@ -1,7 +1,5 @@
 """`bench crossover`: load or recompute on the real engine, behind a store of three speeds, then after a sudden change.
 
-NOT YET RUN TO THE END: its only run stopped at the set-up, no chunk reached the store within 60 s (cause not found).
-
     python -m bench.crossover [--model tiny-full] [--lengths 1024,4096] [--rates 1,4,16] [--rounds N] [--json FILE]
 
 Variants `auto`, `load`, `recompute` interleaved, one request at a time, HBM and DRAM emptied before each. The forced
@@ -26,6 +24,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from bench.report import Report
+from components.common.kv.keys import PUBLIC
 from tests.faults.proxy import FaultProxy, Rule
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, azurite
@@ -94,7 +93,7 @@ def bed(work: Path, model: str, longest: int, step_tokens: int = 2048, **cost: A
 def serve(b: Bed, prompt: list[int], variant: str) -> dict[str, Any]:
     """One request alone; what it needed and where its prefix came from."""
     b.engine.forget(dram=True)
-    params = {"tenant": "public"} | ({} if variant == "auto" else {"kv_cost_mode": variant})
+    params = {"tenant": PUBLIC} | ({} if variant == "auto" else {"kv_cost_mode": variant})
     return b.engine.generate(prompt, timeout=400.0, max_tokens=1, logprobs=None, kv=params)
 
 

@@ -84,6 +84,11 @@ def object_name(tenant: str, namespace: str, key: bytes) -> str:
     return name
 
 
+def is_tenant(value: object) -> bool:
+    """Whether `value` can stand for a tenant in a name."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
+
+
 def parse_name(name: str) -> Name | None:
     """The parts of an object's name; None for anything else in the container (it is left alone)."""
     found = _NAME.match(name)

@@ -35,7 +35,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv import hooks, metrics
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.index import Index, MemoryIndex
-from components.common.kv.keys import PUBLIC, object_name
+from components.common.kv.keys import PUBLIC, is_tenant, object_name
 from components.common.kv.lookups import Lookups
 from components.common.kv.mover import Mover, Reason, Unit
 from components.common.kv.namespaces import namespaces_of
@@ -137,6 +137,8 @@ class DynamoBlobTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         params = req_context.kv_transfer_params or {}
         tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS) or self._opened.default_class
+        if not is_tenant(tenant):  # nobody: nothing is looked up or stored, and no name is ever made of it
+            tenant = ""
         req_context.set_state(_Request(tenant, cls, self._opened.transport(cls) if tenant else None))
         return RequestOffloadingContext()
 
@@ -166,7 +168,7 @@ class DynamoBlobTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request = self._request(req_context)
         if request.transport is None:
-            return self._miss("ephemeral")
+            return self._miss("ephemeral" if request.tenant else "tenant_invalid")
         if key in request.missed:
             return self._miss("failed_before")
         name = self._name(request, key, req_context)
@@ -240,7 +242,7 @@ class DynamoBlobTier(SecondaryTierManager):
         name = self._name(request, key, context) if request.transport is not None else None
         reason = ""
         if request.transport is None:
-            reason = "ephemeral"
+            reason = "ephemeral" if request.tenant else "tenant_invalid"
         elif name is None:
             reason = "generation_unknown"
         elif name in self._storing or self._index.lookup(name) is True:
