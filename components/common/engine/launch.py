@@ -91,8 +91,10 @@ async def build(config: WorkerConfig) -> tuple[Any, Any]:
 
         engine: Any = MockEngine(config, str(path))
     else:
+        from components.common.engine.remote_code import check_remote_code
         from components.common.engine.worker import VllmEngine
 
+        check_remote_code(config, path)
         engine = VllmEngine(config, str(path), digest)
     mode = {"prefill": "PREFILL", "decode": "DECODE", "aggregated": "AGGREGATED"}[config.role]
     return engine, DynamoWorkerConfig(
