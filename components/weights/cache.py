@@ -16,11 +16,13 @@ Contract:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -84,7 +86,7 @@ class NodeCache:
                 do="give each weight service its own directory",
             ) from None
         for left in (directory / "partial").iterdir():
-            left.unlink()
+            _remove(left)
 
     @property
     def used(self) -> int:
@@ -95,26 +97,31 @@ class NodeCache:
         """What lies in the directory: files of the release with the right size wait to be checked, others are removed."""
         wanted = {f.blake3: f for f in files}
         with self._lock:
-            for path in sorted((self.directory / "objects").iterdir(), key=lambda p: p.stat().st_atime):
-                file = wanted.get(path.name)
+            for path in sorted((self.directory / "objects").iterdir(), key=lambda p: p.lstat().st_atime):
+                file, info = wanted.get(path.name), path.lstat()
                 if (
                     file is None
-                    or path.is_symlink()
-                    or path.stat().st_size != file.size
+                    or not stat.S_ISREG(info.st_mode)
+                    or not 0 < info.st_size == file.size
                     or self.used + file.size > self.budget
                 ):
                     self.stale += 1
-                    path.unlink()
+                    _remove(path)
                 else:
                     self._entries[file.blake3] = Entry(file, path, path, _map(path, file.size), "checking")
 
     def keep_manifest(self, digest: str, data: bytes) -> None:
-        """So that the pinned release can be served when neither registry nor service answers."""
+        """So that the pinned release can be served when neither registry nor service answers. On a full disk: without."""
         path = self.directory / "manifests" / f"{digest}.json"
         work = path.with_name(f".{digest}.{os.getpid()}")
-        work.write_bytes(data)
-        os.chmod(work, 0o444)
-        os.replace(work, path)
+        try:
+            work.write_bytes(data)
+            os.chmod(work, 0o444)
+            os.replace(work, path)
+        except OSError as e:
+            log.warning("the manifest is not kept for outages: %s: %s", path, e.strerror)
+            with contextlib.suppress(OSError):
+                work.unlink()
 
     def lease(self, file: FileEntry) -> tuple[Entry, list[int]]:
         """The entry, pinned until `release`, and the ranges the caller must have filled or checked (empty if others do).
@@ -205,26 +212,31 @@ class NodeCache:
         )  # fmt: skip
 
     def _create(self, file: FileEntry) -> Entry:
-        space = shutil.disk_usage(self.directory).free
-        if file.size > space:
-            self.refused += 1
-            raise DynamoBlobError(
-                "WEIGHTS-CACHE-FULL",
-                "the file system of the node cache is full",
-                where=str(self.directory),
-                why=f"{file.size} bytes wanted, {space} free",
-                do="give the volume the size of cache_bytes",
-            )
         path = self.directory / "partial" / f"{file.blake3}.{time.monotonic_ns()}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = -1
         try:
-            os.ftruncate(fd, file.size)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.posix_fallocate(
+                fd, 0, file.size
+            )  # a hole that finds no page when it is written would be SIGBUS: the service's end
             os.fchmod(fd, 0o444)
             if self._uid >= 0:
                 os.fchown(fd, self._uid, self._uid)
             array: np.ndarray[Any, Any] = np.frombuffer(mmap.mmap(fd, file.size), dtype=np.uint8)
+        except OSError as e:
+            self.refused += 1
+            with contextlib.suppress(OSError):
+                path.unlink()
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise DynamoBlobError(
+                "WEIGHTS-CACHE-FULL" if full else "WEIGHTS-CACHE-ENTRY",
+                "the file system of the node cache is full" if full else "the node cache cannot be written",
+                where=str(self.directory), why=f"{file.size} bytes wanted, {_free(self.directory)} free: {e.strerror}",
+                do="give the volume the size of cache_bytes; workers read Blob meanwhile",
+            ) from None  # fmt: skip
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         entry = self._entries[file.blake3] = Entry(
             file, path, self.directory / "objects" / file.blake3, array, "filling"
         )
@@ -250,6 +262,22 @@ class NodeCache:
             del self._entries[entry.file.blake3]
         with contextlib.suppress(OSError):
             entry.path.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Whatever lies there; what cannot be removed is never served, so it may stay."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _free(directory: Path) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
 
 
 def _map(path: Path, size: int) -> np.ndarray[Any, Any]:

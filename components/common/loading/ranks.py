@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,8 +105,15 @@ class SharedFile:
 def _shared(path: Path, size: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)  # else a full file system is met by a write into the mapping: SIGBUS
         return mmap.mmap(fd, size)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise DynamoBlobError(
+            "WEIGHTS-SHM-FULL", "shared memory has no room for the ranks' common file", where=str(path.parent), why=f"{size} bytes wanted: {e.strerror}",
+            do="give the worker more shared memory (components.<role>.shm), or use a node cache", need_bytes=size,
+        ) from None  # fmt: skip
     finally:
         os.close(fd)
 
@@ -127,6 +135,19 @@ def sweep(directory: str, session: str) -> None:
             path.unlink()
 
 
+_STALE_S = 600.0  # another container's process ids say nothing here: only what is old goes
+_NAME = re.compile(r"dynamo-blob-(\d+)-[0-9a-f]{12}-[0-9a-f]{32}(\.board)?")
+
+
+def sweep_dead(directory: str = SHARED_DIR) -> None:
+    """Remove what ranks that were killed between making and unlinking a file left; their session begins with a process id."""
+    for path in Path(directory).glob("dynamo-blob-*"):
+        found = _NAME.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            if found and not Path(f"/proc/{found[1]}").exists() and time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
+
+
 def from_vllm() -> Ranks | None:
     """This process's place among the tensor-parallel ranks of its node; None without tensor parallelism."""
     import torch.distributed as dist
@@ -141,6 +162,7 @@ def from_vllm() -> Ranks | None:
     here = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
     everyone: list[Any] = [None] * group.world_size
     dist.all_gather_object(everyone, (here, f"{os.getpid()}-{os.urandom(6).hex()}"), group=group.cpu_group)
+    sweep_dead()
     local = [i for i, (place, _) in enumerate(everyone) if place == here]
     if len(local) == 1:
         return None
