@@ -40,6 +40,8 @@ DEFAULT = (
 )  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = {"ours": (), "default": DEFAULT}
 _VLLM_LOAD = re.compile(r"Loading weights took ([\d.]+) seconds")
+LATE = "ROUTER-NOT-HONOURED"
+"""On busy cores the router may miss its 50 ms: the answer is as right, and counts; anything else unproven does not."""
 NOTES = (
     "failure behaviour is tested, not timed: tests/faults/test_weights_faults.py, tests/promises/test_p2_outage.py, tests/promises/test_p5_peers.py",
     "both variants: two workers start together on the same cores; 'first answer' counts only with every hop of --smoke proven",
@@ -64,8 +66,9 @@ def bench(report: Report, quick: bool) -> None:
                 for variant in order:
                     _forget(state)
                     result = _serve(state, cell, VARIANTS[variant])
-                    if result["failed"]:
-                        report.note(f"{cell}, {variant}, round {round_}: {[f['code'] for f in result['failed']]}")
+                    for failed in result["failed"]:
+                        report.note(f"{cell}, {variant}, round {round_}: {failed['code']}")
+                    if any(f["code"] != LATE for f in result["failed"]):
                         continue
                     for name, value, unit in values(result):
                         report.add(f"{cell}: {name}", variant, round_, value, unit)
