@@ -151,7 +151,12 @@ class NetworkSpec(Spec):
         "127.0.0.1",
         description="address everything but the gateway listens on; loopback unless the graph says otherwise",
     )
-    base_port: int = Field(8100, ge=1024, le=65000, description="first of the ports the plan gives out")
+    base_port: int = Field(
+        8100,
+        ge=1024,
+        le=32600,
+        description="first of the ports the plan gives out; Dynamo takes no system port above 32767",
+    )
 
 
 class ComponentSpec(Spec):

@@ -51,9 +51,11 @@ def headline(snapshot: dict[str, Any]) -> Text:
     return Text(line, "bold")
 
 
-def release_line(served: dict[str, Any]) -> Text:
+def release_line(served: dict[str, Any], channel: str) -> Text:
     """Which release is served, and who answers for it."""
-    line = f"release {served['model']} {served['version']} (from {served['resolved_from']})  manifest {served['manifest_digest'][:16]}…"
+    # The launcher resolves a channel once and pins the version: the service then knows the version only.
+    origin = f"channel:{channel}" if channel and served["resolved_from"] == "version" else served["resolved_from"]
+    line = f"release {served['model']} {served['version']} (from {origin})  manifest {served['manifest_digest'][:16]}…"
     if served["approver"]:
         days, rest = divmod(int(served["age_s"]), 86400)
         age = (
@@ -68,7 +70,9 @@ def release_line(served: dict[str, Any]) -> Text:
 
 
 def render(snapshot: dict[str, Any]) -> Group:
-    served = [release_line(snapshot["served"])] if snapshot.get("served") else []
+    served = (
+        [release_line(snapshot["served"], snapshot["release"].get("channel") or "")] if snapshot.get("served") else []
+    )
     return Group(headline(snapshot), *served, table(snapshot))
 
 
