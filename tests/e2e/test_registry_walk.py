@@ -73,6 +73,7 @@ def place() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_walk_as_written(place: Path) -> None:
     shutil.copytree(TINY, place / "model")
     graph_file(place / "walk.yaml", PORT)
