@@ -49,6 +49,8 @@ class Entry:
         self.missing = len(file.ranges)
         self.leases = 0
         self.working = state == "filling"
+        self.fd = -1  # open for writing until then, for mode 0444 forbids it later
+        self.reserved = state != "filling"  # every page of the file exists: nobody can meet a hole without one
         self.used = time.monotonic()
         self.error: DynamoBlobError | None = None
         self.stat: tuple[int, ...] = ()
@@ -216,31 +218,46 @@ class NodeCache:
         fd = -1
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.posix_fallocate(
-                fd, 0, file.size
-            )  # a hole that finds no page when it is written would be SIGBUS: the service's end
+            os.ftruncate(fd, file.size)
             os.fchmod(fd, 0o444)
             if self._uid >= 0:
                 os.fchown(fd, self._uid, self._uid)
             array: np.ndarray[Any, Any] = np.frombuffer(mmap.mmap(fd, file.size), dtype=np.uint8)
         except OSError as e:
-            self.refused += 1
             with contextlib.suppress(OSError):
                 path.unlink()
-            full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            raise DynamoBlobError(
-                "WEIGHTS-CACHE-FULL" if full else "WEIGHTS-CACHE-ENTRY",
-                "the file system of the node cache is full" if full else "the node cache cannot be written",
-                where=str(self.directory), why=f"{file.size} bytes wanted, {_free(self.directory)} free: {e.strerror}",
-                do="give the volume the size of cache_bytes; workers read Blob meanwhile",
-            ) from None  # fmt: skip
-        finally:
             if fd >= 0:
                 os.close(fd)
+            raise self._no_room(file, e) from None
         entry = self._entries[file.blake3] = Entry(
             file, path, self.directory / "objects" / file.blake3, array, "filling"
         )
+        entry.fd = fd
         return entry
+
+    def reserve(self, entry: Entry) -> None:
+        """Give a new file all its pages (a second for 4 GB) before anybody writes or maps it: a hole on a full file system
+        is SIGBUS for whoever touches it, service or worker. Raises WEIGHTS-CACHE-FULL."""
+        if not entry.reserved:
+            fd, entry.fd = entry.fd, -1
+            try:
+                os.posix_fallocate(fd, 0, entry.file.size)
+            except OSError as e:
+                raise self._no_room(entry.file, e) from None
+            finally:
+                os.close(fd)
+            entry.reserved = True
+            entry.wake()
+
+    def _no_room(self, file: FileEntry, e: OSError) -> DynamoBlobError:
+        self.refused += 1
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return DynamoBlobError(
+            "WEIGHTS-CACHE-FULL" if full else "WEIGHTS-CACHE-ENTRY",
+            "the file system of the node cache is full" if full else "the node cache cannot be written",
+            where=str(self.directory), why=f"{file.size} bytes wanted, {_free(self.directory)} free: {e.strerror}",
+            do="give the volume the size of cache_bytes; workers read Blob meanwhile",
+        )  # fmt: skip
 
     def _complete(self, entry: Entry) -> None:
         if entry.state == "filling":

@@ -25,6 +25,7 @@ log = logging.getLogger("dynamo_blob.weights")
 
 
 _STOP_S = 2.0
+RESERVE = -1  # in place of a range: make room for the whole file
 
 
 class RangePeers(Protocol):
@@ -61,8 +62,12 @@ class Filler:
             thread.start()
 
     def fill(self, entry: Entry, ranges: list[int]) -> None:
-        for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
-            self._jobs.put((entry, index))
+        """Have `ranges` filled or checked; the file's pages are reserved first, by a thread of ours."""
+        if ranges and not entry.reserved:
+            self._jobs.put((entry, RESERVE))
+        else:
+            for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
+                self._jobs.put((entry, index))
 
     def now(self, entry: Entry, index: int) -> None:
         """Have this range by the caller's own thread, straight from Blob (a peer waits for it). Raises what the fetch raises."""
@@ -84,7 +89,11 @@ class Filler:
             entry, index = job
             done = 0
             try:
-                done = self._range(entry, index, peers=True)
+                if index == RESERVE:
+                    self.cache.reserve(entry)
+                    self.fill(entry, list(range(len(entry.file.ranges))))
+                else:
+                    done = self._range(entry, index, peers=True)
             except Stopped:
                 return
             except DynamoBlobError as e:

@@ -123,7 +123,15 @@ class Routes:
 
 
 async def _announce(answer: web.StreamResponse, entry: Entry, changed: asyncio.Event) -> None:
-    """Tell the loader the path, then each newly ready range; something at least every second."""
+    """Tell the loader the path once the file has its pages, then each newly ready range; something at least every second."""
+    while not entry.reserved:
+        changed.clear()
+        if entry.error is not None:
+            return await _say(answer, {"error": entry.error.as_json()})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), _PULSE_S)
+        if not entry.reserved and entry.error is None:
+            await _say(answer, {})
     told = bytes(entry.ready)
     await _say(
         answer,

@@ -99,13 +99,14 @@ def lease(service: ServiceClient, file: FileEntry) -> MappedFile:
 
     Raises ServiceGone, or the service's error (WEIGHTS-NO-CACHE, WEIGHTS-CACHE-FULL: read Blob instead).
     """
+    connection = connect(service.address, SILENCE_S)
     try:
-        connection = connect(service.address, SILENCE_S)
         connection.request("GET", f"/v1/lease?object={file.blake3}")
         answer = connection.getresponse()
         if answer.status != 200:
             raise service_error(answer.status, answer.read(), service.address)
-        first = json.loads(answer.readline())
+        while not (first := json.loads(answer.readline())):
+            pass  # it makes room for the file, and says every second that it lives
         if first.get("error"):
             raise service_error(503, json.dumps(first["error"]).encode(), service.address)
         try:
@@ -113,7 +114,11 @@ def lease(service: ServiceClient, file: FileEntry) -> MappedFile:
         except DynamoBlobError:  # it was completed, and so renamed, between the answer and our open
             mapped = MappedFile(file, str(first["then"]), connection)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as e:
+        connection.close()
         raise ServiceGone(f"{service.address}: {type(e).__name__}: {e}") from None
+    except DynamoBlobError:
+        connection.close()
+        raise
     mapped.announce(first.get("ready", []))
     threading.Thread(target=_follow, args=(weakref.ref(mapped), answer), name="weights-lease", daemon=True).start()
     return mapped
