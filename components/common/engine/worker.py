@@ -12,7 +12,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration
@@ -24,7 +25,7 @@ from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import Disconnected, EngineShutdown, InvalidArgument
 
-from components.common.engine import handover, tags
+from components.common.engine import choices, handover, tags
 from components.common.engine.args import engine_args
 from components.common.engine.config import WorkerConfig
 from components.common.engine.drain import InFlight
@@ -44,6 +45,7 @@ class VllmEngine(LLMEngine):
         self.config, self.model_path, self.weights_digest = config, model_path, weights_digest
         self.llm: Any = None
         self.in_flight = InFlight()
+        self._others: dict[str, list[str]] = {}
         self.identity: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self._events = f"ipc://{config.run_dir}/{config.name}.kv"
@@ -151,16 +153,22 @@ class VllmEngine(LLMEngine):
         if self.config.role == "prefill":
             enforce_prefill_max_tokens(request)
         room = self.config.engine.max_model_len - len(prompt)
-        params = sampling_params(
-            request, self.defaults, room, {"kv_transfer_params": self._kv_params(request, context, salt)}
-        )
+        kv = self._kv_params(request, context, salt)
+        params = sampling_params(request, self.defaults, room, {"kv_transfer_params": kv})
+        if self.config.role == "prefill":
+            params.n = 1  # one prompt is one handover, however many answers decode makes of it
         inputs = TokensPrompt(prompt_token_ids=prompt)
         if salt:
             inputs["cache_salt"] = salt
         sent = [0] * (params.n or 1)
         output: Any = None
-        with self.in_flight.track(request_id):
-            async for output in self.llm.generate(inputs, params, request_id):
+        if len(sent) > 1 and kv.get("do_remote_prefill"):
+            self._others[request_id] = choices.others(request_id, len(sent))
+            outputs = choices.generate(self.llm, inputs, params, request_id, self._tier_params(context, salt, True))
+        else:
+            outputs = self.llm.generate(inputs, params, request_id)
+        with self.in_flight.track(request_id), forgotten(self._others, request_id):
+            async for output in outputs:
                 for choice in output.outputs:
                     if choice.finish_reason == "abort" and self.in_flight.draining:
                         raise EngineShutdown("the worker is draining")
@@ -180,10 +188,13 @@ class VllmEngine(LLMEngine):
                 params.update(handover.accept(extract_prefill_result(request), self.identity) or {})
             except DynamoBlobError as e:
                 log.error("%s", e)
-        if self.config.kv is not None:
-            remote = bool(params.get("do_remote_prefill"))
-            params.update(tags.tier_params(self.config.role, context.metadata, salt, remote))
+        params.update(self._tier_params(context, salt, bool(params.get("do_remote_prefill"))))
         return params
+
+    def _tier_params(self, context: Any, salt: str | None, remote_kv: bool) -> dict[str, Any]:
+        if self.config.kv is None:
+            return {}
+        return tags.tier_params(self.config.role, context.metadata, salt, remote_kv)
 
     def _chunk(self, choice: Any, sent: list[int], request: Any, prompt_len: int, output: Any) -> dict[str, Any] | None:
         """Dynamo's chunk for what `choice` gained since the last one; None when it gained nothing."""
@@ -205,7 +216,11 @@ class VllmEngine(LLMEngine):
 
     async def abort(self, context: Any) -> None:
         if self.llm is not None:
-            await self.llm.abort(context.id())
+            await self._abort(context.id())
+
+    async def _abort(self, request_id: str) -> None:
+        for name in (request_id, *self._others.get(request_id, ())):
+            await self.llm.abort(name)
 
     async def is_quiescent(self) -> bool | None:
         return len(self.in_flight) == 0 and time.monotonic() - self.in_flight.last_end > QUIESCENT_S
@@ -215,7 +230,7 @@ class VllmEngine(LLMEngine):
             self._watch.cancel()
         if self.llm is None:
             return
-        aborted = await self.in_flight.drain(self.config.drain_s, self.llm.abort)
+        aborted = await self.in_flight.drain(self.config.drain_s, self._abort)
         if aborted:
             log.warning(
                 "%s: %d answers did not finish in %.0f s and migrate", self.config.name, aborted, self.config.drain_s
@@ -227,6 +242,15 @@ class VllmEngine(LLMEngine):
         if self._relay is not None:
             self._relay.stop()
             self._relay = None
+
+
+@contextmanager
+def forgotten(names: dict[str, Any], key: str) -> Iterator[None]:
+    """Take `key` out of `names` at the end."""
+    try:
+        yield
+    finally:
+        names.pop(key, None)
 
 
 def _usage(prompt: int, completion: int, cached: int | None, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Several answers to one prompt (`n`) in a decode worker: one pulls the prefill worker's KV, the others wait for it.
+
+vLLM gives every copy of such a request the same handover. The prefill worker frees its blocks when the first copy has
+them; a copy that comes later reads, one-sided, what may belong to another request by then: a wrong answer served as
+success, the kind of case 30. So only the first copy gets the handover; the others start when it has its first token,
+find the prompt's whole blocks in HBM and compute the few tokens after them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+
+def others(request_id: str, n: int) -> list[str]:
+    """Request ids of the second to the last answer."""
+    return [f"{request_id}-{i}" for i in range(1, n)]
+
+
+async def generate(
+    llm: Any, inputs: Any, params: Any, request_id: str, rest: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """Outputs of `params.n` requests, each with its choice's `index` set, as they come. `rest`: kv_transfer_params of all
+    but the first. Seeds are vLLM's own for several answers: seed + index. Ending the generator ends the requests."""
+    came: asyncio.Queue[Any] = asyncio.Queue(maxsize=64)
+    pulled = asyncio.Event()
+
+    async def one(index: int, name: str) -> None:
+        own = params.clone()
+        own.n = 1
+        if params.seed is not None:
+            own.seed = params.seed + index
+        if index:
+            own.extra_args = {**(params.extra_args or {}), "kv_transfer_params": rest}
+            await pulled.wait()
+        try:
+            async for output in llm.generate(inputs, own, name):
+                for choice in output.outputs:
+                    choice.index = index
+                pulled.set()
+                await came.put(output)
+        finally:
+            pulled.set()  # also when the first one failed: its error ends the others
+
+    names = [request_id, *others(request_id, params.n)]
+    tasks = [asyncio.create_task(one(i, name)) for i, name in enumerate(names)]
+    all_over = asyncio.gather(*tasks)
+    try:
+        while True:
+            getting = asyncio.create_task(came.get())
+            await asyncio.wait({getting, all_over}, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                yield getting.result()
+                continue
+            getting.cancel()
+            await all_over  # raises what one of them raised
+            while not came.empty():
+                yield came.get_nowait()
+            return
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

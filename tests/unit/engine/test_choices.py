@@ -1,0 +1,78 @@
+"""`n` answers in a decode worker: one handover is pulled once; the other answers start when it is there (kind of case 30)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from components.common.engine import choices
+
+HANDOVER = {"do_remote_prefill": True, "remote_engine_id": "p", "tenant": "0" * 32}
+REST = {"tenant": "0" * 32}
+
+
+class Params(SimpleNamespace):
+    def clone(self) -> Params:
+        return Params(**vars(self))
+
+
+class Llm:
+    """Records what it was asked; answers three times per request."""
+
+    def __init__(self, fail: str = "", hang: str = "") -> None:
+        self.asked: dict[str, Any] = {}
+        self.order: list[str] = []
+        self.ended: list[str] = []
+        self.fail, self.hang = fail, hang
+
+    async def generate(self, inputs: Any, params: Any, name: str) -> Any:
+        self.asked[name] = params
+        self.order.append(f"ask {name}")
+        try:
+            for i in range(3):
+                await asyncio.sleep(0)
+                if name == self.fail:
+                    raise ValueError("broken")
+                if name == self.hang and i == 1:
+                    await asyncio.Event().wait()
+                self.order.append(f"out {name}")
+                yield SimpleNamespace(outputs=[SimpleNamespace(index=0, token_ids=list(range(i + 1)))])
+        finally:
+            self.ended.append(name)
+
+
+def params(n: int = 3, seed: int | None = 7) -> Params:
+    return Params(n=n, seed=seed, extra_args={"kv_transfer_params": HANDOVER})
+
+
+async def test_only_the_first_pulls_and_the_others_wait_for_it() -> None:
+    llm, seen = Llm(), []
+    async for output in choices.generate(llm, "prompt", params(), "r", REST):
+        seen += [(c.index, len(c.token_ids)) for c in output.outputs]
+    assert sorted(seen) == [(i, k) for i in range(3) for k in (1, 2, 3)]
+    given = {name: p.extra_args["kv_transfer_params"] for name, p in llm.asked.items()}
+    assert given == {"r": HANDOVER, "r-1": REST, "r-2": REST}
+    assert {name: (p.n, p.seed) for name, p in llm.asked.items()} == {"r": (1, 7), "r-1": (1, 8), "r-2": (1, 9)}
+    assert llm.order.index("out r") < llm.order.index("ask r-1")
+
+
+async def test_an_error_ends_all_and_is_raised() -> None:
+    for name in ("r", "r-2"):
+        llm = Llm(fail=name)
+        with pytest.raises(ValueError, match="broken"):
+            async for _ in choices.generate(llm, "prompt", params(), "r", REST):
+                pass
+        assert sorted(llm.ended) == sorted(llm.asked)
+
+
+async def test_ending_the_stream_ends_every_request() -> None:
+    llm = Llm(hang="r-1")
+    outputs = choices.generate(llm, "prompt", params(), "r", REST)
+    async for output in outputs:
+        if output.outputs[0].index == 1:
+            break
+    await asyncio.wait_for(outputs.aclose(), 5)
+    assert sorted(llm.ended) == sorted(llm.asked) == ["r", "r-1", "r-2"]
