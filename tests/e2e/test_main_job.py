@@ -95,6 +95,19 @@ async def test_decode_pulled_the_kv_and_computed_no_prompt(graph: Graph):
     assert gained.get("vllm:prompt_tokens_by_source_total:local_compute", 0) <= requests
 
 
+async def test_several_answers_are_whole_and_pull_the_kv_once(graph: Graph):
+    """Kind of case 30: a second copy of a request must not read blocks that the first one's arrival freed."""
+    body = {"prompt": text(400, seed=78), "max_tokens": 20, "temperature": 0.0001, "ignore_eos": True}
+    alone = (await graph.ask("/v1/completions", **body))["choices"][0]["text"]
+    before = await graph.counters("decode-0")
+    answer = await graph.ask("/v1/completions", **body, n=3)
+    after = await graph.counters("decode-0")
+    assert [c["text"] for c in sorted(answer["choices"], key=lambda c: c["index"])] == [alone] * 3
+    assert answer["usage"]["completion_tokens"] == 60
+    pulls = "vllm:nixl_bytes_transferred_count"
+    assert after[pulls] - before[pulls] == 1
+
+
 def text(tokens: int, seed: int) -> str:
     """About `tokens` tokens of natural English (the licence text, from a random place)."""
     words = (ROOT / "LICENSE").read_text().split()

@@ -13,6 +13,22 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 
+def without_end(chunk: dict[str, Any], ends: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """`chunk` without its end, which goes to `ends`; None when nothing is left. Dynamo (1.6.1) closes the whole answer at
+    the first choice that ends, and the longer ones would be cut off."""
+    if "finish_reason" not in chunk:
+        return chunk
+    end = {k: chunk.pop(k) for k in ("finish_reason", "completion_usage", "disaggregated_params") if k in chunk}
+    ends.append({"token_ids": [], "index": chunk["index"], **end})
+    return chunk if chunk["token_ids"] else None
+
+
+def together(ends: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ends, first choice first, each with the usage of all: only the last one to come knew it."""
+    usage = ends[-1].get("completion_usage") if ends else None
+    return [{**end, "completion_usage": usage} if usage else end for end in sorted(ends, key=lambda e: e["index"])]
+
+
 def others(request_id: str, n: int) -> list[str]:
     """Request ids of the second to the last answer."""
     return [f"{request_id}-{i}" for i in range(1, n)]

@@ -167,14 +167,19 @@ class VllmEngine(LLMEngine):
             outputs = choices.generate(self.llm, inputs, params, request_id, self._tier_params(context, salt, True))
         else:
             outputs = self.llm.generate(inputs, params, request_id)
+        ends: list[dict[str, Any]] = []
         with self.in_flight.track(request_id), forgotten(self._others, request_id):
             async for output in outputs:
                 for choice in output.outputs:
                     if choice.finish_reason == "abort" and self.in_flight.draining:
                         raise EngineShutdown("the worker is draining")
                     chunk = self._chunk(choice, sent, request, len(prompt), output)
+                    if chunk is not None and len(sent) > 1:
+                        chunk = choices.without_end(chunk, ends)
                     if chunk is not None:
                         yield chunk
+            for chunk in choices.together(ends):
+                yield chunk
         if self._shadow is not None and output is not None:
             self._shadow.note(prompt, salt, output.num_cached_tokens or 0)
 

@@ -76,3 +76,23 @@ async def test_ending_the_stream_ends_every_request() -> None:
             break
     await asyncio.wait_for(outputs.aclose(), 5)
     assert sorted(llm.ended) == sorted(llm.asked) == ["r", "r-1", "r-2"]
+
+
+def test_ends_come_last_and_together() -> None:
+    """Dynamo closes an answer at the first choice that ends; the longer ones must be whole by then."""
+    ends: list[dict[str, Any]] = []
+    out = []
+    for chunk in (
+        {"token_ids": [1], "index": 1, "finish_reason": "stop", "completion_usage": {"completion_tokens": 2}},
+        {"token_ids": [5], "index": 0},
+        {"token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": {"completion_tokens": 3}},
+    ):
+        left = choices.without_end(dict(chunk), ends)
+        out += [left] if left else []
+    assert out == [{"token_ids": [1], "index": 1}, {"token_ids": [5], "index": 0}]
+    usage = {"completion_tokens": 3}
+    assert choices.together(ends) == [
+        {"token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": usage},
+        {"token_ids": [], "index": 1, "finish_reason": "stop", "completion_usage": usage},
+    ]
+    assert choices.together([]) == []
