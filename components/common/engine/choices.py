@@ -18,7 +18,9 @@ def without_end(chunk: dict[str, Any], ends: list[dict[str, Any]]) -> dict[str, 
     the first choice that ends, and the longer ones would be cut off."""
     if "finish_reason" not in chunk:
         return chunk
-    end: dict[str, Any] = {k: chunk.pop(k) for k in ("finish_reason", "completion_usage", "disaggregated_params") if k in chunk}
+    end: dict[str, Any] = {
+        k: chunk.pop(k) for k in ("finish_reason", "completion_usage", "disaggregated_params") if k in chunk
+    }
     ends.append({"token_ids": [], "index": chunk["index"], **end})
     return chunk if chunk["token_ids"] else None
 
