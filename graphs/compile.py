@@ -272,7 +272,7 @@ class _Compiler:
         config = WorkerConfig(
             name=name, role=role, served_model=self.spec.served_model, namespace=site.namespace(self.spec), component=DYNAMO_COMPONENT[role],
             discovery=site.discovery(self.spec), request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
-            run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report, site.cache_dir(self.spec, cached)),
+            announce=self.env.announce(), run_dir=str(site.sockets), engine=worker.args, weights=self.weights_config(identity, spec.version, service, report, site.cache_dir(self.spec, cached)),
             kv=KvConfig(settings=self.kv_settings(worker, identity, name)) if worker.kv is not None else None, engine_kind=self.spec.engine.kind,
             mock_token_ms=self.spec.engine.mock_token_ms, nixl_host=site.bind(self.spec), nixl_port=nixl,
             nixl_backends=tuple(spec.nixl_backends), drain_s=spec.drain_s,
@@ -334,6 +334,7 @@ class _Compiler:
             request_plane=self.spec.runtime.request_plane, event_plane=self.spec.runtime.event_plane,
             prefill_component="prefill" if "prefill" in roles else "", block_size=spec.block_size or self.first.args.block_size,
             listen=listen, http=f"{host}:{port}", host_hit_weight=spec.host_hit_weight, blob_hit_weight=spec.blob_hit_weight,
+            announce=self.env.announce(),
         )  # fmt: skip
         return self.process(
             "router", i, spec, [site.python, "-m", "router"], config=config, env=self.env.dynamo(),
@@ -377,6 +378,7 @@ class _Compiler:
             router=site.router_address(self.spec, i),
             router_deadline_ms=router.decide_deadline_ms if router else 50.0, auth=spec.auth,
             tenants_file=site.tenants_file(self.graph.document.name, spec.tenants_file), max_body_bytes=spec.max_body, max_concurrent=spec.max_concurrent, drain_s=spec.drain_s,
+            announce=self.env.announce(),
         )  # fmt: skip
         local = host in ("127.0.0.1", "localhost", "::1", "[::1]")
         probe_host = LOOPBACK if host in ("0.0.0.0", "") else host

@@ -15,6 +15,7 @@ import uvloop
 from aiohttp import web
 
 from components.common.errors import DynamoBlobError
+from components.common.messages.announce import Heard
 from router.config import RouterConfig
 from router.decide import Decider
 from router.pool import Pool
@@ -47,13 +48,14 @@ async def serve(config: RouterConfig) -> None:
         }
         return {
             "name": config.name, "pid": os.getpid(), "ready": all(p["indexed"] for p in pools.values()),
-            "pools": pools, "bookings": len(decider.bookings),
+            "pools": pools, "bookings": len(decider.bookings), "announced": heard.status(),
         }  # fmt: skip
 
     async def audit() -> dict[str, Any]:
         """The prefill pool only: decode workers answer no dump."""
         return {prefill.component: {str(w): n for w, n in (await prefill.held()).items()}} if prefill else {}
 
+    heard = Heard(config.announce, config.name)
     lines = LineServer(decider)
     runner: web.AppRunner | None = None
     if config.http or not config.listen.startswith("unix:"):
@@ -70,6 +72,7 @@ async def serve(config: RouterConfig) -> None:
                 await asyncio.wait_for(stop.wait(), SWEEP_S)
             decider.sweep()
     finally:
+        heard.close()
         for task in opening:
             task.cancel()
         if server is not None:

@@ -23,6 +23,9 @@ class RouterConfig(Config):
     block_size: int = Field(gt=0, description="engine KV block, tokens; must equal the workers'")
     listen: str = Field(description="unix:/absolute/path or tcp host:port for decisions")
     http: str = Field("", description="host:port of /health and /metrics; empty = none")
+    announce: str = Field(
+        "", description="nats://host:port where promotions and purges are announced; empty = not heard of"
+    )
     booking_ttl_s: float = Field(120.0, gt=0, description="seconds after which a booking nobody ended is dropped")
     host_hit_weight: float = Field(0.75, ge=0, le=1, description="credit of a block in a worker's DRAM, 1 = in HBM")
     blob_hit_weight: float = Field(0.25, ge=0, le=1, description="credit of a block in Blob")

@@ -53,6 +53,9 @@ class GatewayConfig(Config):
     trace_share: float = Field(
         1.0, ge=0, le=1, description="share of requests whose serving workers are asked of Dynamo (nvext.worker_id; some 190 bytes a streamed token)"
     )  # fmt: skip
+    announce: str = Field(
+        "", description="nats://host:port where promotions and purges are announced; empty = not heard of"
+    )
     decisions_kept: int = Field(
         1024, ge=0, description="recent decisions kept for GET /debug/decisions/<request id>, loopback callers only"
     )

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from components.common.errors import DynamoBlobError, nearest
 from components.common.messages import loadplan
+from components.common.messages.announce import Heard
 from components.common.messages.router import Decision, Note
 from components.frontend import sanitize
 from components.frontend.asking import asker
@@ -68,6 +69,7 @@ class Gateway:
         self.relay = Relay(config, self.upstreams, self._why_unhealthy)
         self.metrics, self.decisions = Metrics(), Decisions(config.decisions_kept)
         self.threads = ThreadPoolExecutor(2, "tokenise")
+        self.heard: Heard | None = None
         self.inflight = 0
         self.draining = False
         self.idle = asyncio.Event()
@@ -77,6 +79,7 @@ class Gateway:
         await self.upstreams.open()
         if self.asker:
             await self.asker.open()
+        self.heard = Heard(self.config.announce, self.config.name)
         self._reading = asyncio.create_task(self._read_model())
 
     async def _read_model(self) -> None:
@@ -98,6 +101,8 @@ class Gateway:
     async def close(self) -> None:
         if self._reading:
             self._reading.cancel()
+        if self.heard:
+            self.heard.close()
         if self.asker:
             await self.asker.close()
         await self.upstreams.close()
@@ -323,6 +328,7 @@ class Gateway:
         return {
             "name": self.config.name, "pid": os.getpid(), "model": self.config.served_model, "engine": self.config.engine_kind, "inflight": self.inflight,
             "router": "none" if self.asker is None else "connected" if self.asker.connected else "away",
+            "announced": self.heard.status() if self.heard else {},
         }  # fmt: skip
 
     async def exposition(self, _: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ from components.common.kv.opened import open_tier
 from components.common.kv.purge import Purge, PurgeConfig
 from components.common.kv.store import KvStore
 from components.common.loading.config import WeightsConfig
+from components.common.messages import announce
 from components.common.messages.announce import PENDING, Announcement, Kind, Listener, publish
 from components.common.messages.salt import tenant_hash
 from components.common.registry.approve import approve
@@ -261,3 +262,21 @@ def test_a_promotion_reaches_a_weight_service_which_goes_on_serving_what_it_pinn
             lambda: service.status()["channel"] == {"current": "2", "serves": "1"},
             "it looks when it is connected again",
         )
+
+
+def test_components_that_hold_nothing_say_what_they_heard(nats: planes.Plane, tmp_path: Path) -> None:
+    """Gateway, router and workers: the newest of each kind stands in their status."""
+    heard = announce.Heard(f"nats://127.0.0.1:{nats.port}", "frontend-0")
+    try:
+        until(lambda: heard.status()["listening"], "it listens")
+        assert publish(f"nats://127.0.0.1:{nats.port}", Announcement(kind="promoted", model="m", version="2")) == ""
+        assert (
+            publish(f"nats://127.0.0.1:{nats.port}", Announcement(kind="purged", tenant="0" * 32, generation=3)) == ""
+        )
+        until(lambda: len(heard.newest) == 2, "both were heard")
+        assert heard.status()["promoted"]["version"] == "2" and heard.status()["purged"]["generation"] == 3
+    finally:
+        heard.close()
+    silent = announce.Heard("", "frontend-0")
+    assert silent.status() == {"listening": False}
+    silent.close()

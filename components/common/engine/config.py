@@ -49,6 +49,9 @@ class WorkerConfig(Config):
     discovery: str = Field("file", description="Dynamo discovery backend: file | etcd | kubernetes | mem")
     request_plane: str = Field("tcp", description="Dynamo request plane")
     event_plane: str = Field("zmq", description="Dynamo event plane: zmq | nats")
+    announce: str = Field(
+        "", description="nats://host:port where promotions and purges are announced; empty = not heard of"
+    )
     run_dir: str = Field(description="absolute directory of this run: sockets, reports")
     engine: EngineArgs = EngineArgs()
     weights: WeightsConfig

@@ -6,6 +6,7 @@ Exit codes: 0 drained after SIGTERM; 1 refused or failed to start (one coded err
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import os
@@ -60,8 +61,14 @@ def _serve(config: WorkerConfig) -> None:
     from dynamo.common.backend.worker import Worker
 
     async def run() -> None:
+        from components.common.messages.announce import Heard
+
         engine, worker_config = await build(config)
-        await Worker(engine, worker_config).run()
+        heard = Heard(config.announce, config.name)
+        try:
+            await Worker(engine, worker_config).run()
+        finally:
+            await asyncio.to_thread(heard.close)
         if getattr(engine, "died", ""):
             raise DynamoBlobError(
                 "ENGINE-DIED",
@@ -75,8 +82,6 @@ def _serve(config: WorkerConfig) -> None:
 
 async def build(config: WorkerConfig) -> tuple[Any, Any]:
     """The engine and Dynamo's description of it. Fetches the model directory first (for our loader: config, tokenizer, template)."""
-    import asyncio
-
     from dynamo.common.backend import WorkerConfig as DynamoWorkerConfig
     from dynamo.common.constants import DisaggregationMode
 

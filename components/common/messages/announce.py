@@ -191,5 +191,38 @@ class Listener:
         self.last_error = f"{type(error).__name__}: {error}"[:300]
 
 
+class Heard:
+    """Both kinds, for components that hold nothing of a release or of a tenant's KV that they could drop: each
+    announcement is logged, and the newest of each kind stands in the component's status. No url = nothing is heard."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.newest: dict[str, dict[str, Any]] = {}
+        self._name = name
+        kinds: tuple[Kind, ...] = ("promoted", "purged") if url else ()
+        self.listeners = [Listener(url, kind, self._act, name).start() for kind in kinds]
+
+    def _act(self, item: Announcement | None) -> None:
+        if item is None:
+            return
+        self.newest[item.kind] = item.model_dump(exclude_defaults=True)
+        if item.kind == "promoted":
+            log.info(
+                "%s: %s %s is current now; what is served here stays until a restart",
+                self._name,
+                item.model,
+                item.version,
+            )
+        else:
+            log.info("%s: tenant %s is purged up to generation %d", self._name, item.tenant, item.generation)
+
+    def status(self) -> dict[str, Any]:
+        """{kind: the newest announcement}, and whether it is listening."""
+        return {"listening": bool(self.listeners) and all(x.connected for x in self.listeners), **self.newest}
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
+
+
 def _key(item: Announcement | None) -> tuple[str, ...]:
     return () if item is None else (item.kind, item.model, item.tenant)
