@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from components.common.errors import DynamoBlobError
 from components.common.registry.config import TrustConfig
@@ -29,6 +30,7 @@ from graphs.load import Graph, read_graph
 from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
 
 KEY_ENV = "DYNAMO_BLOB_SIGNING_KEY"
+MAX_PARALLEL = 256  # transfers at a time, 8 MiB each
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,17 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ca-bundle", default="", metavar="FILE", help="private CA of the endpoint")
 
 
+def within(flag: str, value: float, low: float, high: float, unit: str = "") -> None:
+    """Raises CLI-ARGUMENT unless `value` of `flag` is between `low` and `high`; nan never is."""
+    if not low <= value <= high:
+        raise DynamoBlobError(
+            "CLI-ARGUMENT",
+            f"{flag} {value:g} cannot be",
+            why=f"{low:g} to {high:g}{unit} can be",
+            do="correct the value",
+        )
+
+
 @contextmanager
 def open_registry(args: argparse.Namespace, role: Role) -> Iterator[Registry]:
     """The registry that `args` name, under the identity `role`. The embedded store is started for the call if no graph runs."""
@@ -124,10 +137,8 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
     key, port = site.account_key(EMBEDDED_ACCOUNTS["weights"]), site.port(graph.spec, "azurite")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-blob-")))
-        held = served_port(state, port)
-        if held is None:
-            stack.enter_context(_azurite(graph, site, scratch))
-        url = f"http://{LOOPBACK}:{held or port}/{EMBEDDED_ACCOUNTS['weights']}"
+        held = _join_or_start(graph, site, scratch, port, stack)
+        url = f"http://{LOOPBACK}:{held}/{EMBEDDED_ACCOUNTS['weights']}"
         owner = Account(AccountConfig(url=url, credential=CredentialConfig(kind="key_file", path=str(key))))
         for container in layout.containers:
             owner.ensure_container(container)
@@ -139,18 +150,67 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
         yield account
 
 
+def _join_or_start(graph: Graph, site: Site, scratch: Path, port: int, stack: ExitStack) -> int:
+    """Port of the embedded store, which stays up until `stack` closes: that of a graph or of another call, else our own.
+
+    Raises LAUNCH-STORE-BUSY when 60 s were not enough to do either.
+    """
+    end = time.monotonic() + 60
+    while True:
+        users = _users(site.state)
+        try:
+            fcntl.flock(users, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever started the store waits for us from here on
+            held = served_port(site.state, port)
+            if held is not None:
+                stack.callback(users.close)
+                return held
+        except BlockingIOError:
+            pass  # its owner is taking it down
+        users.close()
+        try:
+            stack.enter_context(_azurite(graph, site, scratch))
+            return port
+        except DynamoBlobError as e:
+            if e.code != "LAUNCH-STORE-BUSY" or time.monotonic() > end:
+                raise
+        time.sleep(0.05)
+
+
+def _users(state: Path) -> IO[str]:
+    """The file that calls of this command share a lock on while they use the embedded store; it names its owner's port."""
+    state.mkdir(parents=True, exist_ok=True)
+    return (state / "azurite.users").open("a+")
+
+
+def _owner_port(state: Path) -> int:
+    """Port of the call that started the store, 0 when none did."""
+    with _users(state) as file:
+        file.seek(0)
+        text = file.read(16).strip()
+    return int(text) if text.isdigit() and 0 < int(text) < 65536 else 0
+
+
+def _until_unused(users: IO[str]) -> None:
+    """Blocks while other calls use the store that this one started; none can join afterwards."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("another command still uses the store that this one started: waiting for it", file=sys.stderr, flush=True)
+        fcntl.flock(users, fcntl.LOCK_EX)
+
+
 def served_port(state: Path, default: int, deadline_s: float = 30.0) -> int | None:
     """Port of the embedded store that somebody runs, None when nobody does.
 
     A graph's port is its own (--set network.base_port), so it is read from the run; a graph that is starting has its
-    store in a moment. Another call of this command uses `default`. Blocks until the port answers, the store is free
+    store in a moment. Another call of this command says its own, else it is `default`. Blocks until the port answers, the store is free
     again, or `deadline_s` have passed: then the caller learns from the port itself that nothing listens.
     """
     end, port = time.monotonic() + deadline_s, default
     while _serving(state):
         graphs = [r for r in runs.all_runs(state) if r.launcher_alive and not r.closed]
         found = [p for r in graphs for p in map(_blob_port, r.state.get("processes") or ()) if p]
-        port = found[0] if found else default
+        port = found[0] if found else _owner_port(state) or default
         if found or not graphs:
             try:
                 socket.create_connection((LOOPBACK, port), 1).close()
@@ -192,9 +252,18 @@ def _azurite(graph: Graph, site: Site, scratch: Path) -> Iterator[None]:
     plan.write_text(config.model_dump_json())
     argv = [sys.executable, "-m", "components.common.storage.azurite", "--plan", str(plan)]
     process = subprocess.Popen(argv, cwd=runs.REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    users = _users(site.state)
     try:
+        users.truncate(0)
+        users.write(str(config.port))
+        users.flush()
         wait_ready(config, process=process)
-        yield
+        try:
+            yield
+        except Exception:
+            _until_unused(users)
+            raise
+        _until_unused(users)
     finally:
         process.terminate()
         try:
@@ -202,7 +271,9 @@ def _azurite(graph: Graph, site: Site, scratch: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        users.truncate(0)
         lock.release()
+        users.close()
 
 
 def bar(quiet: bool) -> Report | None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
+from components.common.registry.layout import check_names
 from components.common.registry.publish import adopt, publish_directory
-from graphs.cli._registry import add_access, bar, emit, open_registry, size
+from graphs.cli._registry import MAX_PARALLEL, add_access, bar, emit, open_registry, size, within
 from graphs.launch.source import refuse_incomplete
 
 
@@ -41,6 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    within("--parallel", args.parallel, 1, MAX_PARALLEL)
+    check_names(args.model, args.version)
     facts = provenance(args.source, args.provenance)
     if not args.source.startswith("az://"):
         refuse_incomplete(Path(args.source))

@@ -14,15 +14,19 @@ Each acts under the identity it needs and no more. Signing keys: --key FILE or $
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from components.common.errors import DynamoBlobError, nearest
 from components.common.messages.announce import Announcement
 from components.common.registry import artifacts, audit
 from components.common.registry.approve import DAYS, approve
 from components.common.registry.archive import archive
+from components.common.registry.checks import REMOTE_CODE
 from components.common.registry.config import ReleaseConfig
+from components.common.registry.layout import check_names
 from components.common.registry.listing import diff, list_releases, show
 from components.common.registry.promote import promote, rollback
 from components.common.registry.release import resolve
@@ -33,7 +37,7 @@ from components.common.storage.account import Account
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Role
 from graphs.cli._announce import add_announce, tell
-from graphs.cli._registry import Registry, add_access, bar, emit, open_registry, size, table
+from graphs.cli._registry import MAX_PARALLEL, Registry, add_access, bar, emit, open_registry, size, table, within
 
 Act = Callable[[argparse.Namespace, Registry], int]
 
@@ -124,8 +128,30 @@ def run(args: argparse.Namespace) -> int:
             f"private key in {args.file} (mode 0600)\npublic key  {key.public}",
         )
         return 0
+    _check(args)
     with open_registry(args, args.role) as registry:
         return int(args.do(args, registry))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what no registry could answer, before one is asked. Raises CLI-ARGUMENT, REGISTRY-NAME."""
+    given = vars(args)
+    if given.get("model") or args.act not in ("list", "collect"):
+        for version in ("version", "old", "new"):
+            check_names(args.model, given.get(version, ""))
+    within("--days", given.get("days", 1.0), 1e-5, 36500, " days")
+    within("--grace-hours", given.get("grace_hours", 0.0), 0, 1e6, " hours")
+    within("--parallel", given.get("parallel", 1), 1, MAX_PARALLEL)
+    for name in given.get("allow", ()):
+        if name != REMOTE_CODE:
+            raise DynamoBlobError(
+                "CLI-ARGUMENT", f"--allow {name}: there is no such exception", why=nearest(name, [REMOTE_CODE]), do=f"--allow {REMOTE_CODE}"
+            )  # fmt: skip
+    if args.act == "archive" and not re.fullmatch(r"https?://[^/?#@]+(/[^?#]*)?", args.url):
+        raise DynamoBlobError(
+            "CLI-ARGUMENT", f"'{ascii(args.url.partition('?')[0])[1:-1]}' is no account to archive to",
+            why="the URL of a storage account, without a signature", do="write https://ACCOUNT.blob.core.windows.net, the SAS in --to-sas-file",
+        )  # fmt: skip
 
 
 def _list(args: argparse.Namespace, r: Registry) -> int:
@@ -144,7 +170,7 @@ def _list(args: argparse.Namespace, r: Registry) -> int:
         ]
         for x in rows
     ]
-    emit(args, rows, table(text) if rows else "no releases")
+    emit(args, rows, table(text) if rows else "no releases" + (f" of {args.model}" if args.model else ""))
     return 0
 
 
@@ -288,6 +314,11 @@ def _archive(args: argparse.Namespace, r: Registry) -> int:
 
 def _audit(args: argparse.Namespace, r: Registry) -> int:
     records = audit.read(r.account, r.layout, args.model)
+    if not records:
+        raise DynamoBlobError(
+            "REGISTRY-AUDIT-MISSING", f"there is no audit record of {args.model}", where=r.account.uri(r.layout.audit, f"audit/{args.model}/"),
+            why="nothing was ever published here under this name, or the record was removed", do="`dynamo release list` shows the models there are",
+        )  # fmt: skip
     rows = [["#", "AT", "ACTION", "PHASE", "VERSION", "MANIFEST", "IDENTITY", "KEY"]]
     rows += [[str(x.seq), x.at, x.action, x.phase, x.version, x.manifest[:16], x.identity, x.key[:16]] for x in records]
     emit(args, [vars(x) for x in records], table(rows) + f"\n{len(records)} records, the chain is whole")
