@@ -239,10 +239,10 @@ def _verify(args: argparse.Namespace, r: Registry) -> int:
 def _approve(args: argparse.Namespace, r: Registry) -> int:
     key = r.key("approver", args.key)
     assert key is not None
-    publishers = r.trust(args.publisher_key, args.approver_key).publisher_keys
+    trust = r.trust(args.publisher_key, args.approver_key)
     done = approve(
-        r.account, r.layout, args.model, args.version, key, publisher_keys=publishers, allow=tuple(args.allow), scanner=args.scanner,
-        days=args.days, progress=bar(args.json),
+        r.account, r.layout, args.model, args.version, key, publisher_keys=trust.publisher_keys, approver_keys=trust.approver_keys,
+        allow=tuple(args.allow), scanner=args.scanner, days=args.days, progress=bar(args.json),
     )  # fmt: skip
     lines = [f"approved {args.model} {args.version} until {done.document['expires_at']} with key {key.public}"]
     emit(args, done.document, "\n".join(lines + [f"  {c.name:<15} {c.result:<8} {c.detail}" for c in done.checks]))

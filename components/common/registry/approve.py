@@ -36,6 +36,7 @@ def approve(
     key: SigningKey,
     *,
     publisher_keys: tuple[str, ...] = (),
+    approver_keys: tuple[str, ...] = (),
     allow: tuple[str, ...] = (),
     scanner: str = "",
     days: float = DAYS,
@@ -44,10 +45,11 @@ def approve(
     """Run the checks on `model` `version` and sign their results with `key`.
 
     publisher_keys  accepted publishers; empty accepts whoever signed, as long as the signature fits and the key is another.
+    approver_keys   accepted approvers; empty accepts `key`. One that serving refuses must not replace an approval it accepts.
     allow           exceptions by name (``remote-code``).
     days            validity; afterwards serving refuses until someone approves again.
 
-    Raises REGISTRY-APPROVAL-SELF, REGISTRY-CHECK-FAILED (naming the checks), REGISTRY-SIGNATURE-*, REGISTRY-APPROVAL-LOST.
+    Raises REGISTRY-APPROVAL-SELF, REGISTRY-APPROVAL-UNKNOWN-KEY, REGISTRY-CHECK-FAILED (naming the checks), REGISTRY-SIGNATURE-*, REGISTRY-APPROVAL-LOST.
     """  # fmt: skip
     check_names(model, version)
     stored = load(account, layout, model, version)
@@ -64,6 +66,12 @@ def approve(
             where=uri,
             do="someone else must approve, with another key",
         )
+    if approver_keys and key.public not in approver_keys:
+        raise DynamoBlobError(
+            "REGISTRY-APPROVAL-UNKNOWN-KEY", "serving would refuse an approval by this key; nothing was done", where=uri,
+            why=f"key {key.public[:16]}…, accepted: {', '.join(k[:16] + '…' for k in approver_keys)}",
+            do="sign with an accepted approver's key, or name this one in --approver-key and in the `trust` of the graphs",
+        )  # fmt: skip
     checks = run_checks(account, layout, stored.manifest, allow=allow, scanner=scanner, progress=progress)
     failed = [c for c in checks if not c.ok]
     if failed:

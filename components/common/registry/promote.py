@@ -9,7 +9,7 @@ from components.common.registry import audit
 from components.common.registry.channel import STACK, Channel, read_channel, refuse_retired, swap
 from components.common.registry.config import TrustConfig
 from components.common.registry.layout import Layout, check_names
-from components.common.registry.release import Stored, load, load_approval
+from components.common.registry.release import Stored, channel_keys, load, load_approval
 from components.common.registry.signing import SigningKey, verify
 from components.common.storage.account import Account
 
@@ -19,14 +19,17 @@ def promote(
 ) -> Channel:
     """Make `version` current. Promoting what is current already changes nothing.
 
-    Raises what `resolve` raises for a release that `trust` refuses, REGISTRY-VERSION-RETIRED, REGISTRY-CHANNEL-LOST.
+    Raises what `resolve` raises for a release that `trust` refuses, REGISTRY-VERSION-RETIRED, REGISTRY-CHANNEL-LOST,
+    REGISTRY-CHANNEL-UNKNOWN-KEY for a `key` whose channel `trust` would refuse to serve.
     """
     check_names(model, version)
     stored = load(account, layout, model, version)
     _prove(account, layout, stored, trust)
+    _accepted(account, layout, model, key, trust)
     before = read_channel(account, layout, model)
     if before and before.current == version and before.manifest_of(version) == stored.digest:
-        return before
+        if trust.require == "none" or before.document.get("key") in channel_keys(trust):
+            return before  # else it is signed anew: serving refuses it as it is
 
     def change(channel: Channel) -> dict[str, Any]:
         refuse_retired(channel, version)
@@ -56,6 +59,7 @@ def rollback(
     stored = load(account, layout, model, target)
     if trust:
         _prove(account, layout, stored, trust)
+        _accepted(account, layout, model, key, trust)
 
     def change(now: Channel) -> dict[str, Any]:
         if now.etag != channel.etag:
@@ -74,6 +78,17 @@ def _prove(account: Account, layout: Layout, stored: Stored, trust: TrustConfig)
     if trust.require == "approval":
         records = audit.read(account, layout, stored.manifest.model)
         load_approval(account, layout, stored, trust, publisher, records)
+
+
+def _accepted(account: Account, layout: Layout, model: str, key: SigningKey | None, trust: TrustConfig) -> None:
+    accepted = channel_keys(trust)
+    if trust.require != "none" and (key is None or key.public not in accepted):
+        raise DynamoBlobError(
+            "REGISTRY-CHANNEL-UNKNOWN-KEY", "serving would refuse a channel signed by this key; nothing was done",
+            where=account.uri(layout.approvals, layout.channel(model)),
+            why=f"key {key.public[:16] + '…' if key else '(none)'}, accepted: {', '.join(k[:16] + '…' for k in accepted) or 'none'}",
+            do="sign with an accepted approver's key, or name this one in --approver-key and in the `trust` of the graphs",
+        )  # fmt: skip
 
 
 def _stacked(stack: list[str]) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def resolve(account: Account, release: ReleaseConfig, trust: TrustConfig, *, rec
                 do="promote a version, or name one in the graph; if one was promoted, the channel was removed",
             )  # fmt: skip
         if strict:
-            channel.check_trust(_channel_keys(trust))
-            channel.check_history(records, _channel_keys(trust))
+            channel.check_trust(channel_keys(trust))
+            channel.check_history(records, channel_keys(trust))
         version, source = channel.version_of(release.channel), f"channel:{release.channel}"
     stored = load(account, layout, release.model, version)
     if channel and strict and channel.manifest_of(version) not in ("", stored.digest):
@@ -304,7 +304,8 @@ def _check_recorded(records: list[audit.Record], stored: Stored, trust: TrustCon
         raise _unrecorded(stored.uri, "this publication", len(records))
 
 
-def _channel_keys(trust: TrustConfig) -> tuple[str, ...]:
+def channel_keys(trust: TrustConfig) -> tuple[str, ...]:
+    """Keys whose signature on a channel `trust` accepts."""
     return trust.approver_keys if trust.require == "approval" else trust.approver_keys + trust.publisher_keys
 
 

@@ -155,6 +155,27 @@ def test_promoting_what_is_current_changes_nothing(registry: Registry, tmp_path:
     assert registry.root.head(registry.layout.approvals, registry.layout.channel(M)).etag == before
 
 
+def test_a_key_that_serving_refuses_moves_no_channel(registry: Registry, tmp_path: Path) -> None:
+    """Once `promote --key PUBLISHER` said it had worked, serving refused the channel, and promoting again mended nothing."""
+    r, config = registry, ReleaseConfig(model=M, container=registry.layout.container)
+    approved(r, tmp_path, "1", "2")
+    put_forward(r, "1", "2")
+    for key in (r.publisher_key, SigningKey.generate()):
+        with pytest.raises(DynamoBlobError, match="REGISTRY-CHANNEL-UNKNOWN-KEY") as caught:
+            promote(r.approver, r.layout, M, "1", key, r.trust)
+        assert key.public[:16] in caught.value.why and caught.value.where and caught.value.do
+        with pytest.raises(DynamoBlobError, match="REGISTRY-CHANNEL-UNKNOWN-KEY"):
+            rollback(r.approver, r.layout, M, key, r.trust)
+        with pytest.raises(DynamoBlobError, match="REGISTRY-APPROVAL-UNKNOWN-KEY|REGISTRY-APPROVAL-SELF"):
+            approve(r.approver, r.layout, M, "2", key, approver_keys=r.trust.approver_keys)
+    assert resolve(r.serving, config, r.trust, record=False).manifest.version == "2", "nothing was done"
+    rollback(r.approver, r.layout, M, SigningKey.generate())  # without keys at hand it works, and is not served
+    with pytest.raises(DynamoBlobError, match="REGISTRY-CHANNEL-UNKNOWN-KEY"):
+        resolve(r.serving, config, r.trust, record=False)
+    put_forward(r, "1")
+    assert resolve(r.serving, config, r.trust, record=False).manifest.version == "1", "promoting signs it anew"
+
+
 def test_unapproved_is_not_promoted(registry: Registry, tmp_path: Path) -> None:
     publish(registry, write_model(tmp_path / "m"), "1")
     with pytest.raises(DynamoBlobError, match="REGISTRY-UNAPPROVED"):
