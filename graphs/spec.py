@@ -6,10 +6,11 @@ replicas, resources, profiles and links. It holds no secret. `dynamo schema` exp
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from components.common.errors import DynamoBlobError
 
@@ -30,6 +31,19 @@ def parse_size(value: object) -> object:
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0), WithJsonSchema(_SIZE_SCHEMA)]
 _CIDR = r"^(\d{1,3}(\.\d{1,3}){3}/\d{1,2}|[0-9a-fA-F:]+/\d{1,3})?$"
+
+
+def parse_cidr(value: object) -> object:
+    """Refuses what the API server would refuse in a network policy: 10.0.0.0/64, 10.0.0.256/28."""
+    if isinstance(value, str) and value:
+        try:
+            ipaddress.ip_network(value, strict=False)
+        except ValueError as e:
+            raise ValueError(f"{e}; write addresses as 10.1.2.0/28") from None
+    return value
+
+
+Cidr = Annotated[str, Field(pattern=_CIDR), AfterValidator(parse_cidr)]
 _LISTEN = r"^[^\s/]+:\d{1,5}$"
 
 
@@ -242,7 +256,11 @@ class NodeSpec(Spec):
 class IdentitySpec(Spec):
     """A user-assigned identity and the service account that carries it."""
 
-    client_id: str = ""
+    client_id: str = Field(
+        "",
+        pattern=r"^([0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})?$",
+        description="not its name, nor its object id",
+    )
     service_account: str = ""
 
 
@@ -257,7 +275,9 @@ class ClusterSpec(Spec):
     """What a cluster needs beyond the graph (`dynamo render`): in the graph, or in a file of its own (``--cluster``)."""
 
     namespace: str = Field("inference", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
-    images: dict[str, str] = Field({}, description="component -> image pinned by digest; `default` for the rest")
+    images: dict[
+        Literal["default", "frontend", "dynamo-frontend", "prefill", "decode", "aggregated", "router", "weights"], str
+    ] = Field({}, description="component -> image pinned by digest; `default` for the rest")
     dynamo_version: str = Field("1.6.1", pattern=r"^\d+\.\d+\.\d+$", description="runtimeVersionOverride")
     accounts: ClusterAccounts = ClusterAccounts()
     trust: TrustSpec | None = Field(None, description="used when the graph names none: keys whose approvals count")
@@ -284,13 +304,11 @@ class ClusterSpec(Spec):
         description="directory of the node with the weight service's socket",
     )
     cache_mode: Literal["hostpath", "sidecar"] = Field("hostpath", description="sidecar where hostPath is forbidden")
-    private_endpoint_cidr: str = Field(
-        "", pattern=_CIDR, description="addresses of the storage private endpoints, for the network policy"
+    private_endpoint_cidr: Cidr = Field(
+        "", description="addresses of the storage private endpoints, for the network policy"
     )
-    api_server_cidr: str = Field(
-        "", pattern=_CIDR, description="address of the Kubernetes API server, which discovery talks to"
-    )
-    identity_cidrs: list[Annotated[str, Field(pattern=_CIDR)]] = Field(
+    api_server_cidr: Cidr = Field("", description="address of the Kubernetes API server, which discovery talks to")
+    identity_cidrs: list[Cidr] = Field(
         ["20.20.32.0/19", "20.190.128.0/18", "20.231.128.0/19", "40.126.0.0/18"],
         description="addresses of Entra ID, where identities become tokens (Microsoft 365 endpoints, id 56)",
     )

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from graphs.check.base import Context
 from graphs.load import Finding
+from graphs.spec import TrustSpec
 
 _KEY = re.compile(r"^[0-9a-f]{64}$")
 
@@ -112,21 +113,42 @@ def trust(c: Context) -> Iterator[Finding]:
             "no release could ever be accepted",
             "list trust.approver_keys",
         )
-    for key in sorted(set(publishers) & set(approvers)):
+    if own:
+        yield from _keys(c, own, "trust")
+
+
+def cluster_trust(c: Context) -> Iterator[Finding]:
+    """The cluster's own trust, which counts where the graph names none."""
+    found = c.spec.cluster.trust if c.spec.cluster else None
+    if found is None or (c.spec.trust and c.spec.trust.require != "local"):
+        return
+    if found.require in ("none", "local"):
+        yield Finding(
+            "CHECK-TRUST",
+            f"trust.require: {found.require} in a cluster",
+            c.graph.place("cluster", "trust", "require"),
+            "weights nobody approved would be served",
+            "set trust.require: approval and name the keys",
+        )
+    yield from _keys(c, found, "cluster", "trust")
+
+
+def _keys(c: Context, found: TrustSpec, *at: str) -> Iterator[Finding]:
+    for key in sorted(set(found.publisher_keys) & set(found.approver_keys)):
         yield Finding(
             "CHECK-TRUST-SAME-KEY",
             "a key both publishes and approves",
-            c.graph.place("trust", "approver_keys"),
+            c.graph.place(*at, "approver_keys"),
             f"{key[:16]}…: one person could put weights into service alone",
             "give the approver a key of its own",
         )
-    for name, keys in (("publisher_keys", publishers), ("approver_keys", approvers)):
+    for name, keys in (("publisher_keys", found.publisher_keys), ("approver_keys", found.approver_keys)):
         for i, key in enumerate(keys):
             if not _KEY.match(key):
                 yield Finding(
                     "CHECK-TRUST-KEY",
                     "not an Ed25519 public key",
-                    c.graph.place("trust", name, i),
+                    c.graph.place(*at, name, i),
                     "64 lower-case hex digits are expected",
                     "print it with `dynamo release keygen`",
                 )
@@ -160,4 +182,4 @@ def release(c: Context) -> Iterator[Finding]:
         )
 
 
-RULES = (accounts, trust, release)
+RULES = (accounts, trust, cluster_trust, release)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from components.common.errors import DynamoBlobError
@@ -36,56 +37,73 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from graphs.render.output import manifests, to_yaml
+    from graphs.render.output import manifests, to_yaml, write
     from graphs.render.requirements import warnings
 
-    graph = read_graph(args.graph, args.set)
-    cluster = cluster_of(graph, args.cluster)
-    refuse(graph, cluster)
-    plan = compile_plan(graph, cluster_site(graph.spec, cluster))
-    objects = manifests(plan, args.api, admit=not args.no_admission)
+    graph = with_cluster(read_graph(args.graph, args.set), args.cluster)
+    refuse(graph)
+    try:
+        plan = plan_of(graph)
+        objects = manifests(plan, args.api, admit=not args.no_admission)
+    except DynamoBlobError as e:
+        raise located(e, graph) from e
     for warning in warnings(plan):
         print(f"warning: {warning}", file=sys.stderr)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for i, item in enumerate(objects):
-            name = f"{i:02d}-{item['kind'].lower()}-{item['metadata']['name']}.yaml"
-            (args.out / name).write_text(to_yaml([item]))
+        write(args.out, plan.graph, objects)
         print(json.dumps({"written": len(objects)}) if args.json else f"{len(objects)} objects in {args.out}")
     else:
         print(json.dumps(objects, indent=1) if args.json else to_yaml(objects), end="\n" if args.json else "")
     return 0
 
 
-def refuse(graph: Graph, cluster: ClusterSpec) -> None:
+def refuse(graph: Graph) -> None:
     """What `dynamo check` calls an error is not rendered: `serve` would not start it either."""
-    both = Graph(graph.spec.model_copy(update={"cluster": cluster}), graph.document)
-    errors = [f for f in check_loaded(both) if f.severity == "error"]
+    errors = [f for f in check_loaded(graph) if f.severity == "error"]
     if errors:
         error = errors[0].as_error()
         error.data["findings"] = [f.as_json() for f in errors]
         raise error
 
 
+def located(error: DynamoBlobError, graph: Graph) -> DynamoBlobError:
+    """`error`, with the line of the file where it says ``cluster.some.key``."""
+    if error.where.startswith("cluster."):
+        error.where = graph.place(*error.where.split("."))
+    return error
+
+
 def cluster_plan(
     graph_file: Path | str, sets: list[str] | tuple[str, ...] = (), cluster_file: Path | None = None
 ) -> Plan:
     """The graph's plan for a cluster."""
-    graph = read_graph(graph_file, sets)
-    return compile_plan(graph, cluster_site(graph.spec, cluster_of(graph, cluster_file)))
+    return plan_of(with_cluster(read_graph(graph_file, sets), cluster_file))
 
 
-def cluster_of(graph: Graph, cluster_file: Path | None) -> ClusterSpec:
-    """The cluster's part: of the graph, or of a file. Raises RENDER-NO-CLUSTER, and GRAPH-* at the guilty line."""
+def plan_of(graph: Graph) -> Plan:
+    assert graph.spec.cluster is not None
+    return compile_plan(graph, cluster_site(graph.spec, graph.spec.cluster))
+
+
+def with_cluster(graph: Graph, cluster_file: Path | None) -> Graph:
+    """The graph with the cluster's part: its own, or a file's. Raises RENDER-NO-CLUSTER, and GRAPH-* at the guilty line."""
     if cluster_file is None:
         if graph.spec.cluster is None:
             raise DynamoBlobError(
                 "RENDER-NO-CLUSTER", "the graph says nothing of a cluster", where=graph.document.name,
+                why="images, identities and addresses are the cluster's",
                 do="add `cluster:` to it, or pass --cluster FILE (deploy/cluster.example.yaml)",
             )  # fmt: skip
-        return graph.spec.cluster
-    document: Document = load(cluster_file)
-    spec, findings = validate(ClusterSpec, document)
+        return graph
+    part: Document = load(cluster_file)
+    spec, findings = validate(ClusterSpec, part)
     if spec is None:
         raise findings[0].as_error()
-    return spec
+    own = graph.document
+    lines = {("cluster", *path): f"{part.name}:{line}:{column}" for path, (line, column) in part.marks.items()}
+    document = replace(
+        own,
+        marks={path: mark for path, mark in own.marks.items() if path[:1] != ("cluster",)},
+        origins={**{path: o for path, o in own.origins.items() if path[:1] != ("cluster",)}, **lines},
+    )
+    return Graph(graph.spec.model_copy(update={"cluster": spec}), document)

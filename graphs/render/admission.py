@@ -18,8 +18,12 @@ CLIENT_ID = "azure.workload.identity/client-id"
 PLAN_LABEL, SERVING_LABEL, ADMISSION_LABEL = f"{base.PREFIX}/plan", f"{base.PREFIX}/serving", f"{base.PREFIX}/admission"
 
 PODS: list[Manifest] = [
-    {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"], "resources": ["pods"]},
-]
+    {
+        "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"],
+        "resources": ["pods", "pods/ephemeralcontainers"],
+    }
+]  # fmt: skip
+"""Debug containers come through a subresource of their own, which `pods` does not cover."""
 GRAPHS: list[Manifest] = [
     {
         "apiGroups": ["nvidia.com"], "apiVersions": ["v1beta1", "v1alpha1"], "operations": ["CREATE", "UPDATE"],

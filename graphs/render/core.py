@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from components.common.errors import DynamoBlobError
 from graphs.plan import Plan
 from graphs.render import base
@@ -122,7 +124,7 @@ def disruption_budgets(plan: Plan, pods: list[Pod]) -> list[Manifest]:
 
 
 def pod_monitor(plan: Plan, pods: list[Pod]) -> Manifest:
-    """Prometheus scrapes every port that serves /metrics."""
+    """Prometheus scrapes every port that serves /metrics, and no other of the same name (`http` of the gateway is the API)."""
     ports = sorted({name for pod in pods for name in metric_ports(pod)})
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -131,9 +133,21 @@ def pod_monitor(plan: Plan, pods: list[Pod]) -> Manifest:
         "spec": {
             "selector": {"matchLabels": {base.GRAPH_LABEL: plan.graph}},
             "podTargetLabels": [base.GRAPH_LABEL, base.COMPONENT_LABEL],
-            "podMetricsEndpoints": [{"port": name, "path": "/metrics", "interval": "15s"} for name in ports],
+            "podMetricsEndpoints": [
+                {"port": name, "path": "/metrics", "interval": "15s", **_of_some(name, pods)} for name in ports
+            ],
         },
     }
+
+
+def _of_some(port: str, pods: list[Pod]) -> Manifest:
+    """The components whose `port` has metrics, where other components have a port of that name too."""
+    having = {pod.name for pod in pods if any(p.name == port for p in pod.main.ports)}
+    wanted = {pod.name for pod in pods if port in metric_ports(pod)}
+    if having == wanted:
+        return {}
+    label = "__meta_kubernetes_pod_label_" + re.sub(r"[^A-Za-z0-9_]", "_", base.COMPONENT_LABEL)
+    return {"relabelings": [{"sourceLabels": [label], "regex": "|".join(sorted(wanted)), "action": "keep"}]}
 
 
 def metric_ports(pod: Pod) -> dict[str, int]:

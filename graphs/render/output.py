@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 from components.common.errors import DynamoBlobError, nearest
 from graphs.plan import Plan
-from graphs.render import admission, core, network, requirements
+from graphs.render import admission, base, core, network, requirements
 from graphs.render.aks_v1alpha1 import V1Alpha1
 from graphs.render.aks_v1beta1 import V1Beta1
 from graphs.render.base import Manifest, Renderer
@@ -43,6 +45,40 @@ def manifests(plan: Plan, api: str = "v1beta1", admit: bool = True) -> list[Mani
     out.append(core.pod_monitor(plan, found))
     out.append(RENDERERS[api]().deployment(plan, found))
     return out
+
+
+_WRITTEN = re.compile(r"^\d{2,}-[a-z]+-.+\.yaml$")
+
+
+def write(out: Path, graph: str, objects: list[Manifest]) -> None:
+    """One file an object, numbered in the order to apply them. Raises RENDER-OUT.
+
+    Files of an earlier render of this graph go: `kubectl apply -f` would apply them too, an old graph last.
+    """
+    names = [f"{i:02d}-{item['kind'].lower()}-{item['metadata']['name']}.yaml" for i, item in enumerate(objects)]
+    path = out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(out.iterdir()):
+            if path.name not in names and _WRITTEN.match(path.name) and _is_of(path.read_bytes(), graph):
+                path.unlink()
+        for name, item in zip(names, objects, strict=True):
+            path = out / name
+            path.write_text(to_yaml([item]), encoding="utf-8")
+    except OSError as e:
+        raise DynamoBlobError(
+            "RENDER-OUT", "the objects cannot be written", where=str(path), why=e.strerror or str(e),
+            do="give --out a directory that can be written; do not apply what stands there now",
+        ) from e  # fmt: skip
+
+
+def _is_of(text: bytes, graph: str) -> bool:
+    """Whether a file is an object of `graph` that we rendered."""
+    try:
+        labels = YAML(typ="safe").load(text)["metadata"]["labels"]
+        return bool(labels[base.GRAPH_LABEL] == graph and labels[base.MANAGED_LABEL[0]] == base.MANAGED_LABEL[1])
+    except (YAMLError, ValueError, KeyError, TypeError):
+        return False
 
 
 _PLAIN = re.compile(r"^[A-Za-z/][A-Za-z0-9_./-]*$")

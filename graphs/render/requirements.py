@@ -146,6 +146,9 @@ def warnings(plan: Plan) -> list[str]:
     })  # fmt: skip
     if loose:
         out.append(f"{', '.join(loose)}: the loader does not verify; admission refuses it in serving namespaces")
+    trusts = [w["trust"]["require"] for p in plan.processes if (w := (p.config or {}).get("weights"))]
+    if any(t != "approval" for t in trusts) and not loose:
+        out.append("trust.require is not approval: admission refuses it in serving namespaces")
     if set(plan.release["manifest_digest"]) == {"0"}:
         out.append("model.manifest_digest is a placeholder: no such release will be found")
     return out

@@ -73,6 +73,13 @@ def test_an_image_that_is_not_pinned_is_refused(where: str, image: str) -> None:
     assert refusals("images", pod) == ["IMAGE-UNPINNED"]
 
 
+def test_debug_containers_are_asked_about() -> None:
+    """`kubectl debug` writes them through a subresource of its own: a rule for pods alone never sees them."""
+    policy = next(p for p in policies() if p["metadata"]["name"].endswith("-images") and "Binding" not in p["kind"])
+    rules = policy["spec"]["matchConstraints"]["resourceRules"]
+    assert {r for rule in rules for r in rule["resources"]} == {"pods", "pods/ephemeralcontainers"}
+
+
 def test_a_graph_with_an_unpinned_image_or_release_is_refused() -> None:
     graph = one("DynamoGraphDeployment")
     graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]["image"] = "registry.example.com/worker:v1"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from components.common.errors import DynamoBlobError
+from graphs.render.core import pod_monitor
 from graphs.render.network import edges, policies
 from graphs.render.pods import pods
 from tests.golden import rendering
@@ -63,6 +65,26 @@ def test_storage_is_reached_by_private_endpoint_and_only_by_those_with_an_identi
         assert not any(c.startswith("0.0.0.0") for c in blocks(found[name]))
     assert blocks(found["router"]) == {"10.20.0.0/28"}  # the API server: discovery
     assert "10.20.0.0/28" not in blocks(found["weights"])
+
+
+@pytest.mark.parametrize("graph", ["disagg", "aks/gpt-oss-120b-h200", "disagg-cluster"])
+def test_prometheus_scrapes_what_it_may_reach_and_nothing_else(graph: str) -> None:
+    """A PodMonitor takes ports by name: the gateway's `http` is the API, the router's `http` has the metrics."""
+    plan = rendering.plan_of(rendering.ROOT / f"graphs/{graph}.yaml")
+    found = pods(plan)
+    may = {
+        (pod.name, rule["ports"][0]["port"])
+        for pod, spec in ((p, s) for p in found for s in policies(plan, found) if s["metadata"]["name"] == f"{plan.graph}-{p.name}")
+        for rule in spec["spec"]["ingress"]
+        if any("monitoring" in str(peer.get("namespaceSelector")) for peer in rule["from"])
+    }  # fmt: skip
+    scraped = set()
+    for endpoint in pod_monitor(plan, found)["spec"]["podMetricsEndpoints"]:
+        kept = [re.compile(r["regex"]) for r in endpoint.get("relabelings", []) if r["action"] == "keep"]
+        for pod in found:
+            numbers = [p.number for p in pod.main.ports if p.name == endpoint["port"]]
+            scraped |= {(pod.name, n) for n in numbers if all(k.fullmatch(pod.name) for k in kept)}
+    assert scraped == may and ("router", 9091) in may and ("frontend", 9090) in may
 
 
 def test_the_api_is_for_named_namespaces() -> None:

@@ -58,6 +58,39 @@ def test_the_render_command_writes_the_objects_in_order(
     assert kinds[-1] == "dynamographdeployment"  # nothing starts before what protects it
 
 
+def test_rendering_again_leaves_nothing_of_the_last_time(tmp_path: Path) -> None:
+    """`kubectl apply -f rendered/` applies every file there: an old graph under a higher number would win."""
+    render = ["render", str(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml"), "--cluster", str(rendering.CLUSTER)]
+    again, fresh = tmp_path / "again", tmp_path / "fresh"
+    assert cli.main([*render, "--out", str(again)]) == 0
+    keep = {
+        "kustomization.yaml": "resources: []\n",
+        "20-daemonset-mine.yaml": "kind: DaemonSet\n",
+        "21-odd-x.yaml": "a: [\n",
+    }
+    for name, text in keep.items():
+        (again / name).write_text(text)
+    other = "apiVersion: v1\nkind: Service\nmetadata: {labels: {app.kubernetes.io/part-of: other, app.kubernetes.io/managed-by: dynamo-blob}}\n"
+    (again / "05-service-other-api.yaml").write_text(other)
+    changed = ["--set", "components.frontend.replicas=1", "--set", "components.decode.drain_s=70"]
+    assert cli.main([*render, *changed, "--out", str(again)]) == 0
+    assert cli.main([*render, *changed, "--out", str(fresh)]) == 0
+    ours = {p.name: p.read_text() for p in fresh.iterdir()}
+    assert {p.name: p.read_text() for p in again.iterdir()} == {**ours, **keep, "05-service-other-api.yaml": other}
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "a-file", "a-file/below"])
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("")
+    render = ["render", str(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml"), "--cluster", str(rendering.CLUSTER)]
+    assert cli.main([*render, "--out", place, "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "RENDER-OUT" and place in error["where"] and error["why"] and error["do"]
+
+
 def test_every_dynamo_verb_of_the_text_exists() -> None:
     verbs = set(re.findall(r"`dynamo ([a-z]+)", README)) | {c[1] for c in commands("dynamo")}
     assert {"render", "publish", "release", "plan"} <= verbs <= set(cli.verbs())

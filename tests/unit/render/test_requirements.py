@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from components.common.errors import DynamoBlobError
+from graphs.cli.main import main
 from graphs.cli.render import cluster_plan
 from graphs.render.output import manifests
 from tests.golden import rendering
@@ -57,6 +59,18 @@ def test_a_graph_is_refused(code: str, sets: dict[str, str]) -> None:
         ("RENDER-IDENTITY", "000000000003", "000000000001"),
         ("GRAPH-UNKNOWN-KEY", "api_server_cidr", "apiserver_cidr"),
         ("GRAPH-WRONG-VALUE", "10.20.0.0/28", "everywhere"),
+        (
+            "GRAPH-WRONG-VALUE",
+            "10.20.0.0/28",
+            "10.20.0.0/64",
+        ),  # the API server would refuse the policy, after half was applied
+        ("GRAPH-WRONG-VALUE", "10.20.0.0/28", "10.20.0.256/28"),
+        (
+            "GRAPH-WRONG-VALUE",
+            "00000000-0000-0000-0000-000000000001",
+            "serving-identity",
+        ),  # a name where the id belongs
+        ("GRAPH-WRONG-VALUE", "  decode: registry", "  decod: registry"),  # decode would run the image without CUDA
     ],
 )
 def test_a_cluster_is_refused(tmp_path: Path, code: str, old: str, new: str) -> None:
@@ -70,3 +84,47 @@ def test_a_graph_without_a_cluster_says_how_to_give_one() -> None:
     with pytest.raises(DynamoBlobError, match="RENDER-NO-CLUSTER") as e:
         cluster_plan(GRAPH)
     assert "--cluster" in e.value.do
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "line"),
+    [
+        ("dynamo-blob@sha256:" + "1" * 64, "dynamo-blob:v1", "CHECK-IMAGE-UNPINNED", "default:"),
+        (
+            "monitoring_namespace",
+            "termination_grace_s: 5\nmonitoring_namespace",
+            "CHECK-DRAIN-CLUSTER",
+            "termination_grace_s:",
+        ),
+        (
+            '"' + "3" * 64 + '"',
+            '""',
+            "CHECK-TRUST-KEY",
+            "approver_keys:",
+        ),  # admission would take it; no release ever counts
+        ("require: approval", "require: none", "CHECK-TRUST", "require:"),
+        ("000000000003", "000000000001", "RENDER-IDENTITY", "serving:"),
+        ("private_endpoint_cidr: 10.20.1.0/28", "", "RENDER-NO-CIDR", "namespace:"),
+    ],
+)
+def test_what_the_cluster_file_says_is_blamed_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, code: str, line: str
+) -> None:
+    cluster = edited(tmp_path, old, new)
+    graph = str(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml")
+    assert main(["render", graph, "--cluster", str(cluster), "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    file, number, _ = error["where"].rsplit(":", 2)
+    assert (error["code"], file) == (code, str(cluster))
+    assert cluster.read_text().splitlines()[int(number) - 1].lstrip().startswith(line)
+
+
+def test_a_release_without_approval_is_rendered_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = str(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml")
+    cluster = edited(tmp_path, "require: approval", "require: signature")
+    assert main(["render", graph, "--cluster", str(cluster)]) == 0
+    assert "admission refuses" in capsys.readouterr().err
+    assert main(["render", graph, "--cluster", str(rendering.CLUSTER)]) == 0
+    assert "admission refuses" not in capsys.readouterr().err
