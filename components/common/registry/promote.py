@@ -27,9 +27,9 @@ def promote(
     _prove(account, layout, stored, trust)
     _accepted(account, layout, model, key, trust)
     before = read_channel(account, layout, model)
-    if before and before.current == version and before.manifest_of(version) == stored.digest:
-        if trust.require == "none" or before.document.get("key") in channel_keys(trust):
-            return before  # else it is signed anew: serving refuses it as it is
+    served = before and (trust.require == "none" or before.document.get("key") in channel_keys(trust))
+    if before and served and before.current == version and before.manifest_of(version) == stored.digest:
+        return before  # one that serving refuses for its key is signed anew
 
     def change(channel: Channel) -> dict[str, Any]:
         refuse_retired(channel, version)
