@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import pkgutil
 import sys
@@ -31,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     wants_json = "--json" in argv or any(a.startswith("--json=") for a in argv)
     _loopback_is_direct()
+    logging.getLogger("azure").addHandler(
+        logging.NullHandler()
+    )  # its errors come back as ours; its log only repeats them
     try:
         return _dispatch(argv)
     except DynamoBlobError as e:

@@ -18,7 +18,7 @@ from components.common.errors import DynamoBlobError
 from graphs.check import check_loaded
 from graphs.compile import compile_plan
 from graphs.document import Document, load
-from graphs.load import Graph, read_graph, validate
+from graphs.load import Graph, read_graph, type_name, validate
 from graphs.plan import Plan
 from graphs.render.site import cluster_site
 from graphs.spec import ClusterSpec
@@ -96,6 +96,11 @@ def with_cluster(graph: Graph, cluster_file: Path | None) -> Graph:
             )  # fmt: skip
         return graph
     part: Document = load(cluster_file)
+    if not isinstance(part.data, dict):
+        raise DynamoBlobError(
+            "GRAPH-INVALID", "a cluster file is a mapping", where=part.place(()), why=f"found {type_name(part.data)}",
+            do="copy deploy/cluster.example.yaml and replace its values",
+        )  # fmt: skip
     spec, findings = validate(ClusterSpec, part)
     if spec is None:
         raise findings[0].as_error()

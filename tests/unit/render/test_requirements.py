@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,21 @@ def test_what_the_cluster_file_says_is_blamed_there(
     file, number, _ = error["where"].rsplit(":", 2)
     assert (error["code"], file) == (code, str(cluster))
     assert cluster.read_text().splitlines()[int(number) - 1].lstrip().startswith(line)
+
+
+def test_an_empty_cluster_file_says_how_to_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    graph = str(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml")
+    assert main(["render", graph, "--cluster", str(tmp_path / "c.yaml"), "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "GRAPH-INVALID" and "mapping" in error["what"] and "cluster.example.yaml" in error["do"]
+
+
+def test_the_azure_librarys_log_stands_in_nobodys_way() -> None:
+    """Without a handler Python prints a library's warnings: thirty lines above each finding of `check --live`."""
+    text = "import logging, sys; from graphs.cli.main import main; main(['version']); logging.getLogger('azure.identity._x').warning('noise')"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, cwd=rendering.ROOT)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("dynamo-blob ")
 
 
 def test_a_release_without_approval_is_rendered_with_a_warning(
