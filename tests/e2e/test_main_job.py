@@ -104,8 +104,9 @@ async def test_several_answers_are_whole_and_pull_the_kv_once(graph: Graph):
     after = await graph.counters("decode-0")
     assert [c["text"] for c in sorted(answer["choices"], key=lambda c: c["index"])] == [alone] * 3
     assert answer["usage"]["completion_tokens"] == 60
-    pulls = "vllm:nixl_bytes_transferred_count"
-    assert after[pulls] - before[pulls] == 1
+    pulls = after["vllm:nixl_bytes_transferred_count"] - before["vllm:nixl_bytes_transferred_count"]
+    canaries = after["vllm:request_success_total"] - before["vllm:request_success_total"] - 3
+    assert 1 <= pulls <= 1 + canaries
 
 
 def text(tokens: int, seed: int) -> str:
