@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except DynamoBlobError as e:
+        if wants_json and argv[0] in ("serve", "bench"):  # their --json names a file: somebody reads along here
+            print(e, file=sys.stderr, flush=True)
         return _failed(e, wants_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
