@@ -65,7 +65,7 @@ class Epochs:
         self._known: dict[str, int] = {}
         self._good_at: float | None = None
         self._on_raise = on_raise
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop, self._wake, self._tried = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self.failures = 0
         self.last_error = ""
@@ -75,6 +75,10 @@ class Epochs:
         self._thread = threading.Thread(target=self._run, name="kv-epochs", daemon=True)
         self._thread.start()
         return self
+
+    def wait_first(self, deadline_s: float) -> None:
+        """Until the first read has ended, well or not: what is computed before would never be stored."""
+        self._tried.wait(deadline_s)
 
     def close(self) -> None:
         self._stop.set()
@@ -128,5 +132,6 @@ class Epochs:
     def _run(self) -> None:
         while not self._stop.is_set():
             self.refresh()
+            self._tried.set()
             self._wake.wait(self._refresh_s)
             self._wake.clear()

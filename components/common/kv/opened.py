@@ -99,7 +99,7 @@ def staging_pool(config: KvTiersConfig, row_bytes: int) -> StagingPool:
 def open_tier(
     config: KvTiersConfig, store: str, row_bytes: int, namespaces: list[Namespace], worker: str = ""
 ) -> Opened:
-    """Open the "blob" or "posix" store of a worker. Never waits for the store: an outage is a miss, not a failed start."""
+    """Open the "blob" or "posix" store of a worker. An outage is a miss, not a failed start: the store has a few seconds."""
     pool = staging_pool(config, row_bytes)
     key = mac_key(config.mac_key_file)
     if store == "posix":
@@ -113,6 +113,10 @@ def open_tier(
     for transport in opened.transports.values():
         leave_at_exit(transport)
     return opened
+
+
+FIRST_READ_S = 3.0
+"""Seconds a start waits for the purge generations."""
 
 
 def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace], worker: str) -> Opened:
@@ -131,6 +135,7 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
         control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s,
         on_raise=lambda tenant, generation: purged(index, tenant, generation),
     ).start()  # fmt: skip
+    epochs.wait_first(FIRST_READ_S)
     opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs)
     opened.note = Others(BlobNotes(account, home), namespaces)
     opened.closers = [epochs.close, index.close, control.close, account.close]
