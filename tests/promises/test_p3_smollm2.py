@@ -22,8 +22,8 @@ class Bed:
     def __init__(self, driver: Driver, store: Store, proxy: FaultProxy) -> None:
         self.store, self.proxy, self.container = store, proxy, new_container(store)
         settings = kv.settings(
-            store, port=proxy.port, container=self.container, dram_bytes=512 << 20, staging_bytes=64 << 20, load_deadline_s=20.0,
-            lookup_deadline_s=3.0, store_deadline_s=100.0, breaker_errors=99,  # 41 MB through a Python proxy take a busy machine long
+            store, port=proxy.port, container=self.container, dram_bytes=512 << 20, staging_bytes=64 << 20, load_deadline_s=40.0,
+            lookup_deadline_s=20.0, store_deadline_s=100.0, breaker_errors=99,  # 41 MB through a Python proxy take a busy machine long
         )  # fmt: skip
         args = kv.engine_args(settings, dtype="float32", max_model_len=8192, kv_cache_memory_bytes=1 << 30)
         self.engine: Engine = driver.engine("smol", "smollm2-135m-instruct", **args)
