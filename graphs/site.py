@@ -132,7 +132,7 @@ class Site:
         return host, int(number) if replica == 0 else self.port(spec, "frontend", replica)
 
     def upstreams(self, spec: GraphSpec, replica: int) -> list[str]:
-        """Dynamo's frontends that gateway `replica` uses: its own first, the others when that one is away."""
+        """Dynamo's frontends that gateway `replica` uses in turn, those that are away left out."""
         count = max(1, spec.components.dynamo_frontend.replicas) if self.kind == "local" else 1  # a pod has its own
         ports = [self.port(spec, "dynamo-frontend", (replica + n) % count) for n in range(count)]
         return [f"http://{LOOPBACK}:{port}" for port in ports]

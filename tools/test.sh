@@ -16,12 +16,7 @@ case "${1:-all}" in
     lint
     .venv/bin/python -m tools.sample_model .state/models/smollm2-135m-instruct
     .venv/bin/python -m tools.tiny_model full .state/models/tiny-full
-    # A test that fails is run once more, by itself, and both results are printed: on a shared machine this tells a
-    # defect from a neighbour. What passes only then is a flaky test: a bug to be found, listed above the second run.
-    .venv/bin/python -m pytest -q --durations 25 && exit 0 || code=$?
-    [ "$code" = 1 ] || exit "$code"
-    echo "=== FAILED ONCE (listed above): each again"
-    exec .venv/bin/python -m pytest -q --last-failed --last-failed-no-failures none
+    exec .venv/bin/python -m pytest -q --durations 25
     ;;
   *) echo "usage: $0 lint|fast|all" >&2; exit 2 ;;
 esac

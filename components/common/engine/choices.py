@@ -61,22 +61,20 @@ async def generate(
         finally:
             pulled.set()  # also when the first one failed: its error ends the others
 
-    names = [request_id, *others(request_id, params.n)]
-    tasks = [asyncio.create_task(one(i, name)) for i, name in enumerate(names)]
-    all_over = asyncio.gather(*tasks)
+    tasks = [asyncio.create_task(one(i, name)) for i, name in enumerate([request_id, *others(request_id, params.n)])]
+
+    async def all_of_them() -> None:
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await came.put(None)
+
+    whole = asyncio.create_task(all_of_them())
     try:
-        while True:
-            getting = asyncio.create_task(came.get())
-            await asyncio.wait({getting, all_over}, return_when=asyncio.FIRST_COMPLETED)
-            if getting.done():
-                yield getting.result()
-                continue
-            getting.cancel()
-            await all_over  # raises what one of them raised
-            while not came.empty():
-                yield came.get_nowait()
-            return
+        while (output := await came.get()) is not None:
+            yield output
+        await whole  # raises what one of them raised
     finally:
-        for task in tasks:
+        for task in (whole, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(whole, *tasks, return_exceptions=True)
