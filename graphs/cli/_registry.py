@@ -31,6 +31,7 @@ from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
 
 KEY_ENV = "DYNAMO_BLOB_SIGNING_KEY"
 MAX_PARALLEL = 256  # transfers at a time, 8 MiB each
+OTHERS_S = 3600.0  # the longest that a call waits for others on the store it started: a publish of 100s of GB
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,24 @@ def _owner_port(state: Path) -> int:
 
 
 def _until_unused(users: IO[str]) -> None:
-    """Blocks while other calls use the store that this one started; none can join afterwards."""
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print("another command still uses the store that this one started: waiting for it", file=sys.stderr, flush=True)
-        fcntl.flock(users, fcntl.LOCK_EX)
+    """Blocks while other calls use the store that this one started, `OTHERS_S` at most; then none can join any more."""
+    end, told = time.monotonic() + OTHERS_S, False
+    while True:
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                print(f"it did not end within {OTHERS_S:g} s; its store goes now", file=sys.stderr, flush=True)
+                return
+        if not told:
+            print(
+                "another command still uses the store that this one started: waiting for it",
+                file=sys.stderr,
+                flush=True,
+            )
+            told = True
+        time.sleep(0.1)
 
 
 def served_port(state: Path, default: int, deadline_s: float = 30.0) -> int | None:

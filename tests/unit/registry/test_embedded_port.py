@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,3 +154,11 @@ def test_two_calls_that_start_at_once_share_one_store(tmp_path: Path, monkeypatc
     for t in threads:
         t.join(90)
     assert seen == [b"x"] * 2
+
+
+def test_the_wait_for_other_calls_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(_registry, "OTHERS_S", 0.2)
+    with _registry._users(tmp_path) as other, _registry._users(tmp_path) as mine:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        _registry._until_unused(mine)
+        assert "did not end within" in capsys.readouterr().err
