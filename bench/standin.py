@@ -138,13 +138,17 @@ class StandIn:
         connection.sendall(head.encode())
         if method == "HEAD":
             return
-        while begin < end:
-            sent = os.sendfile(connection.fileno(), fd, begin, end - begin)
-            if sent == 0:
-                raise OSError("the file shrank")
-            begin += sent
+        with self._lock:  # counted first: a client that has its bytes may look at once
+            self.served[name] += end - begin
+        try:
+            while begin < end:
+                sent = os.sendfile(connection.fileno(), fd, begin, end - begin)
+                if sent == 0:
+                    raise OSError("the file shrank")
+                begin += sent
+        finally:
             with self._lock:
-                self.served[name] += sent
+                self.served[name] -= end - begin
 
     def _put(self, connection: socket.socket, name: str, fields: dict[str, str], buffer: bytes) -> bytes:
         if fields.get("expect"):

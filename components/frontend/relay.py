@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import re
 import time
 import uuid
@@ -17,6 +18,7 @@ from aiohttp import web
 from components.frontend.config import GatewayConfig
 from components.frontend.decisions import TAIL, Record
 from components.frontend.errors import Refusal, from_upstream, sse_error
+from components.frontend.retries import RetryBudget
 from components.frontend.upstream import UpstreamGone, Upstreams, quick_ack
 
 log = logging.getLogger("gateway")
@@ -25,6 +27,9 @@ PIN = "x-dynamo-prefill-instance-id"
 REQUEST_ID = "x-dynamo-request-id"
 NEVER_WAITS = 16384
 """Bytes in a client's socket buffer below which a write never waits (asyncio pauses at 64 KiB)."""
+
+PAUSE_S = (0.05, 0.25)
+"""Before a second try that changes nothing but the moment: a burst that Dynamo could not connect for is over by then."""
 
 ERROR_BODY = 65536
 """Bytes read of an error's body."""
@@ -41,11 +46,11 @@ class Outgoing(NamedTuple):
 
 
 class _TryAgain(Exception):
-    """Nothing of this try reached the client."""
+    """Nothing of this try reached the client. `pause`: the next one differs in nothing but its time."""
 
-    def __init__(self, refusal: Refusal, base: str = "") -> None:
+    def __init__(self, refusal: Refusal, base: str = "", pause: bool = False) -> None:
         super().__init__(refusal.message)
-        self.refusal, self.base = refusal, base
+        self.refusal, self.base, self.pause = refusal, base, pause
 
 
 class Relay:
@@ -55,17 +60,21 @@ class Relay:
         self, config: GatewayConfig, upstreams: Upstreams, why_unhealthy: Callable[[], Awaitable[str]]
     ) -> None:
         self.config, self.upstreams, self.why_unhealthy = config, upstreams, why_unhealthy
-        self.retries = 0
+        self.budget = RetryBudget()
 
     async def run(
         self, request: web.Request, out: Outgoing, record: Record, on_first: Callable[[], None]
     ) -> web.StreamResponse:
         """The response, sent to its end. Raises Refusal when nothing was sent. Cancellation closes the upstream connection."""
+        self.budget.request()
         try:
             return await self._attempt(request, out, record, on_first, record.request_id, out.pin, "")
         except _TryAgain as e:
+            if not self.budget.take():
+                raise e.refusal from None
             record.retried, record.named = True, None
-            self.retries += 1
+            if e.pause:
+                await asyncio.sleep(random.uniform(*PAUSE_S))
             try:
                 return await self._attempt(request, out, record, on_first, str(uuid.uuid4()), None, e.base)
             except _TryAgain as again:
@@ -117,6 +126,8 @@ class Relay:
         # Dynamo answers 4xx, too, for a pinned worker it does not know (any more).
         if pin is not None and (answer.status >= 500 or b"Invalid request" in body):
             raise _TryAgain(refusal)
+        if answer.status >= 500 and answer.status != 529 and not why:  # workers are there: Dynamo repeats nothing that failed to connect
+            raise _TryAgain(refusal, pause=True)
         raise refusal
 
     async def _unary(

@@ -102,7 +102,7 @@ async def test_unknown_routes_and_methods_have_the_same_error_body(tmp_path: Pat
 )  # fmt: skip
 async def test_dynamos_errors_get_openais_body(tmp_path: Path, upstream: int, ours: int, code: str) -> None:
     async with Stage(tmp_path) as s:
-        s.frontend.scripts = [error(upstream, "why it was")]
+        s.frontend.scripts = [error(upstream, "why it was")] * 2
         status, body, headers = await s.chat()
         assert (status, body["error"]["code"]) == (ours, code)
         assert "why it was" in body["error"]["message"]
@@ -120,7 +120,7 @@ async def test_health_and_models_follow_what_a_request_would_do(tmp_path: Path) 
         assert [seen.body["max_tokens"] for seen in s.frontend.seen] == [1]
         assert await state() == (200, 1)
         assert len(s.frontend.seen) == 1, "no canary while the last answer is fresh"
-        s.frontend.scripts = [error(500)] * 3
+        s.frontend.scripts = [error(500)] * 4
         await s.chat()
         assert await state() == (503, 0), "the next canary fails, too"
         assert await state() == (200, 1), "and the one after it does not"

@@ -55,11 +55,29 @@ async def test_the_second_failure_is_the_answer(tmp_path: Path) -> None:
         assert int(headers["retry-after"]) >= 1
 
 
-async def test_without_a_pin_an_error_is_not_retried(tmp_path: Path) -> None:
+async def test_without_a_pin_a_failure_is_tried_once_more_while_workers_serve(tmp_path: Path) -> None:
+    """Dynamo repeats nothing when it cannot connect to a worker in a burst: 6 of 200 streams at once were lost so."""
     async with Stage(tmp_path) as s:
         s.frontend.scripts = [error(500)]
-        assert (await s.chat())[0] == 503
-        assert len(s.frontend.seen) == 1
+        code, body, _ = await s.chat()
+        assert code == 200 and body["choices"] and len(s.frontend.seen) == 2
+        s.frontend.scripts, s.frontend.seen = [error(400, "no")], []
+        assert (await s.chat())[0] == 400 and len(s.frontend.seen) == 1, "a client's mistake stays one"
+
+
+async def test_an_outage_is_not_asked_twice_for_everything(tmp_path: Path) -> None:
+    async with Stage(tmp_path) as s:
+        s.frontend.scripts = [error(500)] * 400
+        assert {(await s.chat())[0] for _ in range(60)} == {503}
+        tries = len(s.frontend.seen) - 60
+        assert 32 <= tries <= 32 + 6, "a burst of 32, and one in ten"
+
+
+async def test_without_a_worker_nothing_is_tried_again(tmp_path: Path) -> None:
+    async with Stage(tmp_path) as s:
+        assert (await s.chat())[0] == 200
+        s.frontend.listed, s.frontend.scripts = [], [error(500)] * 2
+        assert (await s.chat())[0] == 503 and len(s.frontend.seen) == 2
 
 
 async def test_a_stream_that_begins_with_an_error_is_retried(tmp_path: Path) -> None:
