@@ -7,7 +7,9 @@
 
 Contract:
 
-* A range is announced only after its digest was checked in the very memory that is mapped; workers check again.
+* A range is announced only after its digest was checked and all of the file's pages exist. The service never writes
+  through a mapping (a write costs a page fault per 4 KiB there, and is SIGBUS on a full file system): it receives and
+  checks in a buffer of its own, then one pwrite. Workers check again in the memory they map.
 * Files found at start, or whose stat changed since they were verified, count as unverified until hashed again.
 * The sum of file sizes never exceeds the budget. Eviction is LRU over entries without leases; a leased
   (mapped) or filling entry is pinned. A lease ends with its connection, so a dead worker pins nothing.
@@ -36,7 +38,19 @@ from components.common.registry.manifest import FileEntry
 
 log = logging.getLogger("dynamo_blob.weights")
 
+_RESERVE_STEP = 32 * 2**20  # a step holds the file's lock, and writers wait for it
+
 State = Literal["filling", "checking", "present", "failed"]
+
+
+class _File:
+    """A descriptor that closes with its last user: an entry may fail while other threads still write its ranges."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class Entry:
@@ -49,7 +63,7 @@ class Entry:
         self.missing = len(file.ranges)
         self.leases = 0
         self.working = state == "filling"
-        self.fd = -1  # open for writing until then, for mode 0444 forbids it later
+        self.writer: _File | None = None  # open for writing until complete, for mode 0444 forbids it later
         self.reserved = state != "filling"  # every page of the file exists: nobody can meet a hole without one
         self.used = time.monotonic()
         self.error: DynamoBlobError | None = None
@@ -164,7 +178,7 @@ class NodeCache:
             if not entry.ready[index]:
                 entry.ready[index] = 1
                 entry.missing -= 1
-                if entry.missing == 0:
+                if entry.missing == 0 and entry.reserved:
                     self._complete(entry)
         entry.wake()
 
@@ -192,6 +206,7 @@ class NodeCache:
         """Give the directory up; complete files stay for the next service, unfinished ones go."""
         with self._lock:
             for entry in self._entries.values():
+                entry.writer = None
                 if entry.state == "filling":
                     entry.path.unlink(missing_ok=True)
             os.close(self._owner)
@@ -222,7 +237,9 @@ class NodeCache:
             os.fchmod(fd, 0o444)
             if self._uid >= 0:
                 os.fchown(fd, self._uid, self._uid)
-            array: np.ndarray[Any, Any] = np.frombuffer(mmap.mmap(fd, file.size), dtype=np.uint8)
+            if _free(self.directory) < file.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # known before a byte is read in vain
+            array = _map(path, file.size)
         except OSError as e:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -232,22 +249,38 @@ class NodeCache:
         entry = self._entries[file.blake3] = Entry(
             file, path, self.directory / "objects" / file.blake3, array, "filling"
         )
-        entry.fd = fd
+        entry.writer = _File(fd)
         return entry
 
-    def reserve(self, entry: Entry) -> None:
-        """Give a new file all its pages (a second for 4 GB) before anybody writes or maps it: a hole on a full file system
-        is SIGBUS for whoever touches it, service or worker. Raises WEIGHTS-CACHE-FULL."""
-        if not entry.reserved:
-            fd, entry.fd = entry.fd, -1
-            try:
-                os.posix_fallocate(fd, 0, entry.file.size)
-            except OSError as e:
-                raise self._no_room(entry.file, e) from None
-            finally:
-                os.close(fd)
+    def reserve(self, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Give a new file all its pages (0.4 CPU s per GB) before a worker maps it: a hole on a full file system is
+        SIGBUS for whoever touches it. Ranges are written meanwhile. Raises WEIGHTS-CACHE-FULL."""
+        writer = entry.writer
+        if entry.reserved or writer is None:
+            return
+        try:
+            for at in range(0, entry.file.size, _RESERVE_STEP):
+                if stopped() or entry.state == "failed":
+                    return
+                os.posix_fallocate(writer.fd, at, min(_RESERVE_STEP, entry.file.size - at))
+        except OSError as e:
+            raise self._no_room(entry.file, e) from None
+        with self._lock:
             entry.reserved = True
-            entry.wake()
+            if entry.missing == 0 and entry.state == "filling":
+                self._complete(entry)
+        entry.wake()
+
+    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
+        """Verified bytes into a new file. Raises WEIGHTS-CACHE-FULL."""
+        writer, done = entry.writer, 0
+        if writer is None:
+            return  # it failed meanwhile
+        try:
+            while done < len(data):
+                done += os.pwrite(writer.fd, data[done:], offset + done)
+        except OSError as e:
+            raise self._no_room(entry.file, e) from None
 
     def _no_room(self, file: FileEntry, e: OSError) -> DynamoBlobError:
         self.refused += 1
@@ -263,6 +296,7 @@ class NodeCache:
         if entry.state == "filling":
             os.replace(entry.path, entry.final)
             entry.path = entry.final
+        entry.writer = None
         entry.stat = _stat(entry.path)
         entry.state, entry.working = "present", False
 
@@ -275,6 +309,7 @@ class NodeCache:
             _stat(entry.path),
             entry.stat,
         )
+        entry.writer = None
         if self._entries.get(entry.file.blake3) is entry:
             del self._entries[entry.file.blake3]
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from components.common.errors import DynamoBlobError
 from components.common.loading.config import WeightsConfig
 from components.common.loading.fetch import Fetcher, Stopped, mismatch
 from components.common.loading.inflight import InFlight
+from components.common.loading.memory import BufferPool
 from components.common.loading.plan import RangeJob, Segment
 from components.common.loading.report import Report
 from components.common.registry.manifest import FileEntry
@@ -25,7 +26,7 @@ log = logging.getLogger("dynamo_blob.weights")
 
 
 _STOP_S = 2.0
-RESERVE = -1  # in place of a range: make room for the whole file
+RESERVE = -1  # in place of a range: pages for the whole file
 
 
 class RangePeers(Protocol):
@@ -48,6 +49,7 @@ class Filler:
     ) -> None:
         self.cache, self.weights, self.range_bytes, self.report = cache, weights, range_bytes, report
         self.reader = reader
+        self._buffers = BufferPool(weights.range_in_flight * range_bytes)  # received and checked here, then written
         self.peers: RangePeers | None = None
         self.gate = InFlight(weights.range_in_flight)
         self._urgent: set[tuple[str, int]] = set()
@@ -62,12 +64,11 @@ class Filler:
             thread.start()
 
     def fill(self, entry: Entry, ranges: list[int]) -> None:
-        """Have `ranges` filled or checked; the file's pages are reserved first, by a thread of ours."""
+        """Have `ranges` filled or checked; the file's pages are reserved meanwhile, by a thread of ours."""
         if ranges and not entry.reserved:
             self._jobs.put((entry, RESERVE))
-        else:
-            for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
-                self._jobs.put((entry, index))
+        for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
+            self._jobs.put((entry, index))
 
     def now(self, entry: Entry, index: int) -> None:
         """Have this range by the caller's own thread, straight from Blob (a peer waits for it). Raises what the fetch raises."""
@@ -90,8 +91,7 @@ class Filler:
             done = 0
             try:
                 if index == RESERVE:
-                    self.cache.reserve(entry)
-                    self.fill(entry, list(range(len(entry.file.ranges))))
+                    self.cache.reserve(entry, self._stop.is_set)
                 else:
                     done = self._range(entry, index, peers=True)
             except Stopped:
@@ -124,20 +124,23 @@ class Filler:
             if entry.ready[index] or entry.state == "failed":
                 return 0
             begin = index * self.range_bytes
-            view = entry.array[begin : min(entry.file.size, begin + self.range_bytes)].data
+            count = min(entry.file.size, begin + self.range_bytes) - begin
             if entry.state == "checking":
-                self._check(entry, index, begin, view)
+                self._check(entry, index, begin, entry.array[begin : begin + count].data)
+                self.cache.verified(entry, index)
             else:
+                view = self._buffers.lend(self.range_bytes)[:count].data
                 try:
                     self._fetch(entry, index, begin, view, peers, key)
+                    self.cache.write(entry, begin, view)
+                    self.cache.verified(entry, index)
                 finally:
                     if self.peers is not None:
                         self.peers.done(entry.file.blake3, index)
-            self.cache.verified(entry, index)
             with self._lock:
                 self._busy.pop(key, None)
                 self._urgent.discard(key)
-            return len(view)
+            return count
 
     def _check(self, entry: Entry, index: int, begin: int, view: memoryview) -> None:
         found = blake3(view).hexdigest()

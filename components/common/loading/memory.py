@@ -46,7 +46,8 @@ class BufferPool:
                 self.reused += 1
                 return best
             self.mapped += 1
-        region = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE)
+        # private: Python's default is shared memory, which takes no huge pages (1.1 instead of 0.2 CPU s per GB to touch)
+        region = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 region.madvise(mmap.MADV_HUGEPAGE)
