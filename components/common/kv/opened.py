@@ -105,8 +105,17 @@ def open_tier(
     if store == "posix":
         transport = posix_transport(config.nvme_dir, pool, config)
         notes: Notes = DirectoryNotes(Path(config.nvme_dir))
-        opened = Opened(pool, {"dir": transport}, lambda cls: "dir", mac_key=key)
+        classes = _classes(config)
+        opened = Opened(
+            pool,
+            {"dir": transport},
+            lambda cls: "" if classes.get(cls).ephemeral else "dir",
+            classes.default,
+            mac_key=key,
+        )
         opened.note = Others(notes, namespaces)
+        if config.account is not None:  # a purge is one: its generations rule the directory too
+            _follow_purges(opened, config)
     else:
         opened = _open_blob(config, pool, namespaces, worker or f"worker-{os.getpid()}")
         opened.mac_key = key
@@ -115,20 +124,39 @@ def open_tier(
     return opened
 
 
+def _follow_purges(opened: Opened, config: KvTiersConfig) -> None:
+    """The tenants' purge generations, for a directory beside a Blob tier."""
+    assert config.account is not None
+    account = Account(config.account)
+    control = KvStore(account, _home(config), threads=1)
+    opened.epochs = Epochs(
+        control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s
+    ).start()  # fmt: skip
+    opened.epochs.wait_first(FIRST_READ_S)
+    opened.closers = [opened.epochs.close, control.close, account.close]
+
+
+def _home(config: KvTiersConfig) -> str:
+    """The container with ``_control/``."""
+    return config.container or sorted(set(_classes(config).containers().values()))[0]
+
+
+def _classes(config: KvTiersConfig) -> Classes:
+    if config.tenants_file:
+        return Classes.of_file(TenantsFile.load(config.tenants_file), config.container)
+    return Classes.single(config.container)
+
+
 FIRST_READ_S = 3.0
 """Seconds a start waits for the purge generations."""
 
 
 def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace], worker: str) -> Opened:
     assert config.account is not None
-    account = Account(config.account)
-    if config.tenants_file:
-        classes = Classes.of_file(TenantsFile.load(config.tenants_file), config.container)
-    else:
-        classes = Classes.single(config.container)
+    account, classes = Account(config.account), _classes(config)
     containers = sorted(set(classes.containers().values()))
     transports = {c: blob_transport(account, c, pool, config) for c in containers}
-    home = config.container or containers[0]
+    home = _home(config)
     control = KvStore(account, home, threads=1)
     index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
     epochs = Epochs(

@@ -65,6 +65,10 @@ class _Request:
         self.chain: dict[tuple[int, int], str] = {}
 
 
+class _Requests(dict[int, _Request]):
+    """One request as each tier of the engine knows it: vLLM's ReqContext keeps one state per class, whoever sets it."""
+
+
 class _Job:
     """A vLLM job of several chunks; it is over when each chunk has ended."""
 
@@ -139,16 +143,20 @@ class DynamoBlobTier(SecondaryTierManager):
         tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS) or self._opened.default_class
         if not is_tenant(tenant):  # nobody: nothing is looked up or stored, and no name is ever made of it
             tenant = ""
-        req_context.set_state(_Request(tenant, cls, self._opened.transport(cls) if tenant else None))
+        states = req_context.get_state(_Requests)
+        if states is None:
+            states = _Requests()
+            req_context.set_state(states)
+        states[id(self)] = _Request(tenant, cls, self._opened.transport(cls) if tenant else None)
         return RequestOffloadingContext()
 
     def _request(self, context: ReqContext) -> _Request:
-        found = context.get_state(_Request)
-        if found is None:
+        states = context.get_state(_Requests)
+        if states is None or id(self) not in states:
             self.on_new_request(context)
-            found = context.get_state(_Request)
-            assert found is not None
-        return found
+            states = context.get_state(_Requests)
+        assert states is not None
+        return states[id(self)]
 
     def _name(self, request: _Request, key: OffloadKey, context: ReqContext) -> str | None:
         """Name of the chunk's object; None while the tenant's purge generation is not known."""

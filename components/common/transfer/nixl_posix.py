@@ -108,6 +108,7 @@ class PosixTransport(Transport):
             **{f"{k}_seconds_total": v for k, v in pump.seconds.items()},
             **{f"{k}_bytes_total": float(v) for k, v in pump.bytes.items()},
             "in_flight": float(pump.in_flight),
+            "lanes": float(pump.lanes),
             "staging_quarantined": float(self.pool.quarantined),
             "staging_used": float(self.pool.used),
             "read_breaker_open": float(self._read_breaker.open),
