@@ -1,4 +1,4 @@
-"""what runs, in which state, and why not ready; which release is served, by its digest, approver and age
+"""what runs, in which state, and why not ready; which release is served; what the KV tiers hit, and why not
 
     dynamo status [--watch]
 
@@ -14,10 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from components.common.errors import DynamoBlobError
+from components.common.kv import explain
 from components.common.loading.client import ServiceClient, ServiceGone
 from graphs.cli._common import add_state, live
 from graphs.launch import control
@@ -38,18 +40,19 @@ def run(args: argparse.Namespace) -> int:
 
     def look() -> dict[str, Any]:
         now = control.ask(socket, {"op": "status"})
-        return now | {"served": served(Path(now["run_dir"]) / "plan.json")}
+        plan = Path(now["run_dir"]) / "plan.json"
+        return now | {"served": served(plan), "kv": tiers(plan)}
 
     snapshot = look()
     if args.json:
         print(json.dumps(snapshot, indent=1))
     elif args.watch:
-        with Live(render(snapshot), console=Console(), auto_refresh=False) as shown:
+        with Live(shown(snapshot), console=Console(), auto_refresh=False) as view:
             while True:
                 time.sleep(1.0)
-                shown.update(render(look()), refresh=True)
+                view.update(shown(look()), refresh=True)
     else:
-        Console().print(render(snapshot))
+        Console().print(shown(snapshot))
     return 0 if all_ready(snapshot) else 1
 
 
@@ -64,6 +67,35 @@ def served(plan: Path) -> dict[str, Any] | None:
             age = time.time() - datetime.fromisoformat(release.approved_at).timestamp() if release.approved_at else 0.0
             return release.model_dump(mode="json") | {"age_s": round(age, 1)}
     return None
+
+
+def tiers(plan: Path) -> dict[str, list[dict[str, Any]]]:
+    """{worker: what each of its KV tiers says of itself, `why` there are no hits included}; workers without tiers are left out."""
+    out = {}
+    for process in Plan.read(plan).processes if plan.is_file() else ():
+        settings = ((process.config or {}).get("kv") or {}).get("settings")
+        if settings is not None:
+            found = explain.read(str(settings.get("status_file", "")))
+            out[process.name] = [s | {"hits": explain.hits(s), "why": explain.why_no_hits(s)} for s in found]
+    return out
+
+
+def kv_lines(found: dict[str, list[dict[str, Any]]]) -> list[Text]:
+    """One line per worker and tier; another for each reason why there are no hits."""
+    out = []
+    for worker, said in found.items():
+        for status in said:
+            out.append(Text(f"kv {worker} {status['store']}: {explain.summary(status)}"))
+            out += [
+                Text(f"   why no hits: {why}" if not status["hits"] else f"   {why}", "yellow") for why in status["why"]
+            ]
+        if not said:
+            out.append(Text(f"kv {worker}: nothing said yet", "dim"))
+    return out
+
+
+def shown(snapshot: dict[str, Any]) -> Group:
+    return Group(render(snapshot), *kv_lines(snapshot.get("kv") or {}))
 
 
 def all_ready(snapshot: dict[str, Any]) -> bool:

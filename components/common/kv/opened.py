@@ -78,6 +78,8 @@ class Opened:
         return out
 
     def close(self, drain_s: float) -> bool:
+        if self.note is not None:
+            self.note.close()
         for close in self.closers:
             close()
         return all([t.close(drain_s) for t in self.transports.values()])

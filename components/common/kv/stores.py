@@ -68,24 +68,43 @@ class DirectoryNotes:
 
 
 class Others:
-    """Registers this worker's namespaces in the store and finds those of others, in the background."""
+    """Registers this worker's namespaces in the store and finds those of others, in the background, again and again:
+    the store may be away at the start, and another release may come later."""
+
+    LOOK_S = 60.0
+    AGAIN_S = 5.0
 
     def __init__(self, notes: Notes, mine: list[Namespace]) -> None:
         self.found: list[dict[str, Any]] = []
         self._notes, self._mine = notes, mine
+        self._stop = threading.Event()
         threading.Thread(target=self._run, name="kv-namespaces", daemon=True).start()
 
+    def close(self) -> None:
+        self._stop.set()
+
+    def look(self) -> None:
+        """One round, in the caller's thread. Raises whatever the store raises."""
+        there = self._notes.all(NAMESPACES)
+        for namespace in self._mine:
+            name = f"{NAMESPACES}{namespace.digest()}.json"
+            if name not in there:
+                self._notes.put(name, json.dumps(namespace.model_dump(), sort_keys=True).encode())
+        digests = {n.digest() for n in self._mine}
+        others = {Path(name).stem: text for name, text in there.items()}
+        self.found = [self._compare(d, text) for d, text in sorted(others.items()) if d not in digests]
+
     def _run(self) -> None:
-        try:
-            for namespace in self._mine:
-                text = json.dumps(namespace.model_dump(), sort_keys=True).encode()
-                self._notes.put(f"{NAMESPACES}{namespace.digest()}.json", text)
-            digests = {n.digest() for n in self._mine}
-            for name, text in self._notes.all(NAMESPACES).items():
-                if Path(name).stem not in digests:
-                    self.found.append(self._compare(Path(name).stem, text))
-        except Exception as e:  # advice only: the tier works without it
-            log.warning("namespaces in the store could not be compared: %s", e)
+        said = False
+        while not self._stop.is_set():
+            try:
+                self.look()
+                wait = self.LOOK_S
+            except Exception as e:  # advice only: the tier works without it
+                if not said:
+                    log.warning("namespaces in the store could not be compared: %s", e)
+                said, wait = True, self.AGAIN_S
+            self._stop.wait(wait)
 
     def _compare(self, digest: str, text: bytes) -> dict[str, Any]:
         """The other namespace and how it differs from the most similar of ours."""
