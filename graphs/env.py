@@ -3,7 +3,6 @@ in the graph's `env`, or among PATH, HOME, LANG and TZ."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from components.common.engine.config import EngineArgs
@@ -80,7 +79,7 @@ class Environment:
         if host == LOOPBACK:
             out["UCX_NET_DEVICES"] = "lo"
         if platform == "cpu":
-            out["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(args.kv_cache_bytes / 2**30)))  # whole GiB
+            # never VLLM_CPU_KVCACHE_SPACE: it is in whole GiB and overrides kv_cache_bytes in silence
             out["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             if self.spec.engine.kind == "vllm" and (library := self.site.preload()):
                 out["LD_PRELOAD"] = library
