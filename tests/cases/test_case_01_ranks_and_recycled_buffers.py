@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,18 +14,14 @@ from components.common.errors import DynamoBlobError
 from components.common.loading.ranks import Ranks
 from components.common.loading.report import Report
 from components.common.loading.session import open_session
+from tests.faults import stores
 from tests.faults.proxy import FaultProxy, Rule
 from tests.faults.releases import MiB, bytes_of, digests, make_release, random_model, tensors_of, weights_config
 
+store = stores.store
+
 SHARDS = [tensors_of(s, [800_000, 17, 1_200_000, 300_000]) for s in range(4)]
 EVERYTHING = {k: v for s in SHARDS for k, v in s.items()}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StandIn]:
-    server = StandIn(tmp_path / "store").start()
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize("size", [2, 3])

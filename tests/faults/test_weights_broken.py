@@ -19,20 +19,16 @@ from components.common.loading.ranks import Ranks, sweep_dead
 from components.common.loading.report import Report
 from components.common.loading.session import open_session
 from components.common.registry.manifest import Manifest
+from tests.faults import stores
 from tests.faults.proxy import FaultProxy, Rule
 from tests.faults.releases import MiB, digests, make_release, random_model, tensors_of, weights_config
 from tests.faults.services import ServiceProcess, ServiceThread
 
+store = stores.store
+
 SHARDS = [tensors_of(s, [700_000, 0, 1_500_000, 3, 900_000]) for s in range(3)]
 WANTED = digests({k: v for s in SHARDS for k, v in s.items()})
 OBJECTS = r"GET .*/objects/"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StandIn]:
-    server = StandIn(tmp_path / "store").start()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,15 +13,11 @@ from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
 from components.common.loading.files import materialise_small_files
 from components.common.registry.manifest import Manifest
+from tests.faults import stores
 from tests.faults.releases import MiB, make_release, random_model, tensors_of, weights_config
 from tests.faults.services import ServiceProcess
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StandIn]:
-    server = StandIn(tmp_path / "store").start()
-    yield server
-    server.close()
+store = stores.store
 
 
 @pytest.fixture

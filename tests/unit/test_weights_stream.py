@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
 from components.common.loading.report import Report
 from components.common.loading.session import open_session
+from tests.faults import stores
 from tests.faults.releases import MiB, bytes_of, digests, make_release, random_model, tensors_of, weights_config
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StandIn]:
-    server = StandIn(tmp_path / "store").start()
-    yield server
-    server.close()
+store = stores.store
 
 
 def load(config, keep: bool = True):  # type: ignore[no-untyped-def]

@@ -126,7 +126,7 @@ class Fetcher:
                 return
             except DynamoBlobError as e:
                 error = e
-                if isinstance(e, StorageError) and not e.retryable and e.code not in _ONCE_MORE:
+                if isinstance(e, StorageError) and not self._may_pass(e):
                     break
                 if e.code in _ONCE_MORE and attempt >= 1:
                     break  # read twice, wrong twice: it is stored so
@@ -134,6 +134,10 @@ class Fetcher:
                 break
         assert error is not None
         raise error
+
+    def _may_pass(self, e: StorageError) -> bool:
+        """A name or a server that is lost while others of its answers lie here comes back, more often than not."""
+        return e.retryable or e.code in _ONCE_MORE or (e.code in _LOST and self.reader.received > 0)
 
     def _from_blob(self, job: RangeJob, view: memoryview) -> None:
         hasher = blake3() if self.verify else None
@@ -177,5 +181,6 @@ class Fetcher:
             time.sleep(min(0.1, left))
 
 
+_LOST = {"STORAGE-DNS", "STORAGE-REFUSED"}
 # What a damaged connection or proxy may cause as well as a damaged object: asked once more, then believed.
 _ONCE_MORE = {"WEIGHTS-DIGEST-MISMATCH", "STORAGE-RANGE"}

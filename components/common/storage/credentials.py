@@ -9,6 +9,7 @@ Contract of every `Credential`:
     identity    -> who this is, for messages and audit; never a secret.
 
 Renewal happens at 2/3 of a token's life, while the old one still works. Safe from any thread.
+A clock that jumps costs nothing: time goes by two clocks (`Life`), and where they disagree the store decides.
 """
 
 from __future__ import annotations
@@ -72,6 +73,29 @@ def _append(url: str, sas: str) -> str:
     return f"{url}{'&' if '?' in url else '?'}{sas}"
 
 
+class Life:
+    """When a token is to be renewed and when it ends, by the wall clock and by how long we have had it.
+
+    The wall clock may be set, or the machine suspended (then the other clock stood still). Renewal is tried when either
+    says so; "ended" is only what both say: else the token is sent, and the store, which has the clock that counts, decides.
+    """
+
+    def __init__(self, renew: float, expires: float) -> None:
+        self.renew, self.expires = renew, expires
+        self._wall, self._mono = time.time(), time.monotonic()
+
+    def _clocks(self) -> tuple[float, float]:
+        return time.time(), self._wall + time.monotonic() - self._mono
+
+    @property
+    def due(self) -> bool:
+        return max(self._clocks()) >= self.renew
+
+    @property
+    def ended(self) -> bool:
+        return min(self._clocks()) >= self.expires
+
+
 class SasFileCredential(Credential):
     """A SAS from a file that its issuer keeps fresh (see `components.common.storage.sas`)."""
 
@@ -104,25 +128,27 @@ class SasFileCredential(Credential):
             ) from None  # fmt: skip
         changed = sas != self._token.get("sas")
         life = max(1.0, expires - issued)
-        self._token = token | {"sas": sas, "expires": expires, "renew": issued + life * RENEW_AT, "life": life}
+        self._token = token | {"sas": sas, "expires": expires, "life": life}
+        if changed:  # what was read already keeps the clocks it was read with
+            self._life = Life(issued + life * RENEW_AT, expires)
         return changed
 
     def _current(self) -> dict[str, Any]:
-        now = time.time()
-        if now < self._token["renew"]:
+        if not self._life.due:
             return self._token
         with self._lock:
-            if now >= self._token["renew"] and now >= self._next_look:
+            now = time.monotonic()
+            if self._life.due and now >= self._next_look:
                 self._next_look = now + min(1.0, self._token["life"] / 60)
                 try:
                     self.reloads += self._load()
                 except DynamoBlobError:
-                    if now >= self._token["expires"]:
+                    if self._life.ended:
                         raise
-        if now >= self._token["expires"]:
+        if self._life.ended:
             raise StorageError(
                 "STORAGE-CREDENTIAL-EXPIRED", "the SAS has expired and no new one was written", where=self.path,
-                why=f"it ended {now - self._token['expires']:.0f} s ago; identity: {self.identity}",
+                why=f"it ended {time.time() - self._token['expires']:.0f} s ago; identity: {self.identity}",
                 do="see that its issuer runs (locally: `dynamo serve`) and that the clocks agree", status=0,
             )  # fmt: skip
         return self._token
@@ -194,9 +220,10 @@ class KeyFileCredential(Credential):
         return _append(url, self.sas(url=url)), {}
 
     def refresh(self) -> bool:
-        with self._lock:
+        with self._lock:  # signed by a clock that was set since, perhaps
+            had = bool(self._sas)
             self._sas.clear()
-        return False
+        return had
 
     def sdk(self) -> AzureSasCredential:
         if not self.url:

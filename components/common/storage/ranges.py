@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 from components.common.storage.config import AccountConfig
 from components.common.storage.credentials import Credential, open_credential
 from components.common.storage.errors import StorageError, from_exception, from_http
+from components.common.storage.names import Name
 
 TICK_S = 0.2  # how long one receive may block before deadlines are looked at
 PIECE = 1 << 20  # bytes handed to `on_bytes` at a time: still in the CPU's cache when they are hashed
@@ -40,6 +41,7 @@ class RangeReader:
         self._tls = parts.scheme == "https"
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
+        self._name = Name(self._host, self._port)
         self._netloc = parts.netloc
         self._ssl = ssl.create_default_context(cafile=config.ca_bundle or None) if self._tls else None
         self._idle: list[_Connection] = []
@@ -167,7 +169,7 @@ class RangeReader:
         left = min(self.config.connect_timeout_s, end - time.monotonic())
         if left <= 0:
             raise TimeoutError("no time left to connect")
-        raw = socket.create_connection((self._host, self._port), timeout=left)
+        raw = self._name.connect(left)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self.connects += 1
