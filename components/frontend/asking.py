@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import aiohttp
@@ -20,6 +21,12 @@ log = logging.getLogger("gateway")
 PENDING_LIMIT = 1024
 BUFFER_LIMIT = 4 * 2**20
 """Bytes waiting in the socket to the router; beyond it the router is too slow to be worth asking."""
+
+LINE_LIMIT = 2**20
+"""Bytes of an answer."""
+
+NOTE_S = 0.005
+"""Seconds a note may wait for others."""
 
 
 class Asker(Protocol):
@@ -48,91 +55,136 @@ def asker(address: str, deadline_s: float) -> Asker | None:
 
 
 class LineAsker:
-    """JSON lines over a Unix socket. One connection, kept by a task that reconnects with back-off."""
+    """JSON lines over a Unix socket. One connection, kept by a task that reconnects with back-off.
+
+    Notes wait up to `NOTE_S` for company: most answers of a few tokens are over by then, and a `done` says all that
+    their `first` would have said. The router wakes once, and not while the answer is on its way.
+    """
 
     def __init__(self, path: str, deadline_s: float) -> None:
         self.path, self.deadline_s = path, deadline_s
         self.up = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
-        self._pending: dict[int, asyncio.Future[Decision]] = {}
+        self._transport: asyncio.Transport | None = None
+        self._pending: dict[int, asyncio.Future[Decision | None]] = {}
         self._numbers = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
+        self._notes: dict[str, Note] = {}
 
     @property
     def connected(self) -> bool:
-        return self._writer is not None
+        return self._transport is not None
 
     async def open(self) -> None:
         self._task = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
+        self._flush()
         if self._task:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def decide(self, rid: str, ids: list[int], salt: str, max_tokens: int) -> Decision | None:
-        writer = self._writer
-        if (
-            writer is None
-            or writer.is_closing()
-            or len(self._pending) >= PENDING_LIMIT
-            or writer.transport.get_write_buffer_size() > BUFFER_LIMIT
-        ):
+        if not self._writable() or len(self._pending) >= PENDING_LIMIT:
             return None
+        assert self._transport is not None
+        loop = asyncio.get_running_loop()
         n = next(self._numbers)
-        answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Decision | None] = loop.create_future()
         self._pending[n] = answer
+        late = loop.call_later(self.deadline_s, _give_up, answer)
         question = {"op": "decide", "n": n, "rid": rid, "ids": ids, "salt": salt, "max_tokens": max_tokens}
         try:
-            writer.write(msgspec.json.encode(question) + b"\n")
-            async with asyncio.timeout(self.deadline_s):
-                return await answer
-        except (TimeoutError, ConnectionError, RuntimeError):  # uvloop: a write to a transport just closed
+            self._transport.write(msgspec.json.encode(question) + b"\n")
+            return await answer
+        except (ConnectionError, RuntimeError):  # uvloop: a write to a transport just closed
             return None
         finally:
+            late.cancel()
             self._pending.pop(n, None)
 
     def note(self, note: Note) -> None:
-        writer = self._writer
-        if writer is None or writer.is_closing() or writer.transport.get_write_buffer_size() > BUFFER_LIMIT:
-            return
-        with contextlib.suppress(RuntimeError, ConnectionError):  # the router died just now: only its hint is lost
-            writer.write(msgspec.json.encode(note.model_dump(exclude_defaults=True)) + b"\n")
+        if not self._notes:
+            asyncio.get_running_loop().call_later(NOTE_S, self._flush)
+        self._notes[note.rid] = note
+
+    def _flush(self) -> None:
+        notes, self._notes = self._notes, {}
+        if notes and self._writable():
+            assert self._transport is not None
+            lines = (msgspec.json.encode(n.model_dump(exclude_defaults=True)) + b"\n" for n in notes.values())
+            with contextlib.suppress(RuntimeError, ConnectionError):  # the router died just now: only its hint is lost
+                self._transport.write(b"".join(lines))
+
+    def _writable(self) -> bool:
+        t = self._transport
+        return t is not None and not t.is_closing() and t.get_write_buffer_size() <= BUFFER_LIMIT
 
     async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
         wait = 0.05
         while True:
             try:
-                reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(self.path, limit=2**20), 1.0)
-            except (OSError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    transport, line = await loop.create_unix_connection(lambda: _Line(self._answered), self.path)
+            except OSError:
                 await asyncio.sleep(wait)
                 wait = min(wait * 2, 1.0)
                 continue
-            wait, self._writer = 0.05, writer
+            wait, self._transport = 0.05, transport
             self.up.set()
             try:
-                await self._read(reader)
-            except (OSError, ValueError) as e:
-                log.warning("router: %s", e)
+                why = await line.ended
+                if why:
+                    log.warning("router: %s", why)
             finally:
-                self._writer = None
+                self._transport = None
                 self.up.clear()
-                writer.close()
+                transport.abort()
                 for future in self._pending.values():
-                    if not future.done():
-                        future.set_exception(ConnectionError("the router went away"))
+                    _give_up(future)
                 self._pending.clear()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            try:
-                decision = Decision.model_validate(msgspec.json.decode(line))
-            except (msgspec.DecodeError, ValidationError) as e:
-                raise ValueError(f"an answer that is none: {str(e).splitlines()[0]}") from None
-            future = self._pending.get(decision.n)
-            if future is not None and not future.done():
-                future.set_result(decision)
+    def _answered(self, line: bytes) -> None:
+        """Raises ValueError."""
+        try:
+            decision = Decision.model_validate(msgspec.json.decode(line))
+        except (msgspec.DecodeError, ValidationError) as e:
+            raise ValueError(f"an answer that is none: {str(e).splitlines()[0]}") from None
+        future = self._pending.get(decision.n)
+        if future is not None and not future.done():
+            future.set_result(decision)
+
+
+class _Line(asyncio.Protocol):
+    """Lines of one connection; `ended` says why it is over ("" = closed)."""
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        self.on_line = on_line
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            for line in lines:
+                self.on_line(line)
+            if len(self._rest) > LINE_LIMIT:
+                raise ValueError("an answer without an end")
+        except ValueError as e:
+            self._end(str(e))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end(str(exc) if exc else "")
+
+    def _end(self, why: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+
+def _give_up(answer: asyncio.Future[Decision | None]) -> None:
+    if not answer.done():
+        answer.set_result(None)
 
 
 class HttpAsker:

@@ -7,11 +7,14 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_PREFILL = re.compile(rb'"prefill_worker_id":(\d+)')
-_DECODE = re.compile(rb'"decode_worker_id":(\d+)')
-_CACHED = re.compile(rb'"cached_tokens":(\d+)')
-_PROMPT = re.compile(rb'"prompt_tokens":(\d+)')
-_COMPLETION = re.compile(rb'"completion_tokens":(\d+)')
+_DIGITS = re.compile(rb"\d+")
+_REPORTED = {
+    "served_prefill": b'"prefill_worker_id":',
+    "served_decode": b'"decode_worker_id":',
+    "cached_tokens": b'"cached_tokens":',
+    "prompt_tokens": b'"prompt_tokens":',
+    "completion_tokens": b'"completion_tokens":',
+}
 
 TAIL = 4096
 """Bytes of an answer's end that hold usage and worker ids."""
@@ -43,12 +46,14 @@ class Record:
     def read_tail(self, tail: bytes) -> None:
         """Usage and worker ids from the end of an answer (SSE or JSON). Text of the model cannot forge them: inside
         JSON strings its quotes are escaped."""
-        for name, pattern in (
-            ("served_prefill", _PREFILL), ("served_decode", _DECODE), ("cached_tokens", _CACHED), ("prompt_tokens", _PROMPT), ("completion_tokens", _COMPLETION)
-        ):  # fmt: skip
-            found = pattern.findall(tail)
-            if found:
-                setattr(self, name, int(found[-1]))
+        for name, key in _REPORTED.items():
+            at = tail.rfind(key)
+            while at >= 0:
+                digits = _DIGITS.match(tail, at + len(key))
+                if digits:
+                    setattr(self, name, int(digits[0]))
+                    break
+                at = tail.rfind(key, 0, at)
 
 
 class Decisions:

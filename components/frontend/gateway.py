@@ -29,7 +29,8 @@ from components.frontend.errors import Refusal
 from components.frontend.health import Health, Verdict
 from components.frontend.metrics import Metrics
 from components.frontend.prompt import LONG_TEXT, Renderer
-from components.frontend.relay import ClientStalled, Outgoing, Relay
+from components.frontend.relay import Outgoing, Relay
+from components.frontend.reply import ClientStalled
 from components.frontend.tenants import Caller, Tenants
 from components.frontend.upstream import Upstreams
 
@@ -76,7 +77,6 @@ class Gateway:
         self.idle.set()
 
     async def open(self) -> None:
-        await self.upstreams.open()
         if self.asker:
             await self.asker.open()
         self.heard = Heard(self.config.announce, self.config.name)

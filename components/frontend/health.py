@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import NamedTuple
 
-import aiohttp
-
 from components.frontend.config import GatewayConfig
 from components.frontend.sanitize import encode
 from components.frontend.upstream import UpstreamGone, Upstreams
@@ -69,11 +67,13 @@ class Health:
         try:
             async with asyncio.timeout(PROBE_S):
                 _, answer = await self.upstreams.post("/v1/completions", body, {"content-type": "application/json"})
-                async with answer:
+                try:
                     text = await answer.read()
+                finally:
+                    answer.release()
         except TimeoutError:
             return Verdict(False, f"a request of one token had no answer within {PROBE_S:.0f} s")
-        except (UpstreamGone, aiohttp.ClientError, OSError) as e:
+        except (UpstreamGone, OSError) as e:
             return Verdict(False, f"Dynamo's frontend does not answer: {e}")
         if answer.status != 200:
             return Verdict(

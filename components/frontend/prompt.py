@@ -17,6 +17,7 @@ import jinja2.sandbox
 import tokenizers
 
 from components.common.errors import DynamoBlobError
+from components.frontend.words import Words
 
 _CHAT_PLAIN = frozenset(
     {
@@ -58,6 +59,8 @@ class Renderer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
+        self.words = Words(self.tokenizer, ("<|im_start|>", "<|im_end|>"))
+        self.adds_nothing = not self.tokenizer.encode("").ids
         source = _template(self.path, config)
         self.template = _environment().from_string(source) if source else None
 
@@ -97,10 +100,10 @@ class Renderer:
         return None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # NUL bytes: Dynamo strips them before tokenising.
-        # The batch call because only it has a form without offsets: 0.25 instead of 0.31 ms for 100 words.
-        found = self.tokenizer.encode_batch_fast([text.replace("\0", "")], add_special_tokens=add_special_tokens)
-        return list(found[0].ids)
+        text = text.replace("\0", "")  # as Dynamo does before tokenising
+        if self.adds_nothing or not add_special_tokens:
+            return self.words.encode(text)
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]] | None:

@@ -1,99 +1,176 @@
-"""Dynamo's frontend as the gateway's client sees it: replicas, deadlines, quick ACKs."""
+"""Dynamo's frontend as the gateway's client sees it: replicas, deadlines, connections kept."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
+import msgspec
 
+from components.common.errors import DynamoBlobError
 from components.frontend.config import GatewayConfig
+from components.frontend.wire import Answer, Broken, Connection
 
-TCP_QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 DOWN_S = 1.0
 """Seconds a replica that refused a connection is passed over."""
+
+KEEP_S = 20.0
+"""Seconds an idle connection is kept."""
+
+KEEP_MOST = 256
+"""Idle connections kept per replica."""
 
 
 class UpstreamGone(Exception):
     """No replica took the request: nothing was sent, a retry is safe."""
 
 
+class Unreachable(OSError):
+    """One replica cannot be connected."""
+
+
+class Replica:
+    """One frontend's address and its idle connections, the youngest last."""
+
+    def __init__(self, base: str) -> None:
+        parts = urlsplit(base)
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            raise DynamoBlobError(
+                "GATEWAY-BAD-UPSTREAM",
+                "an upstream is http://host:port",
+                where=base,
+                do="give the address of Dynamo's frontend",
+            )
+        self.base, self.host, self.port, self.path = base, parts.hostname, parts.port, parts.path.rstrip("/")
+        self.down_until = 0.0
+        self.idle: list[Connection] = []
+        self.busy: set[Connection] = set()
+
+    def take(self) -> Connection | None:
+        """An idle connection that is still good."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.open and connection.loop.time() - connection.idle_since < KEEP_S:
+                self.busy.add(connection)
+                return connection
+            connection.close()
+        return None
+
+    async def dial(self, deadline_s: float) -> Connection:
+        """A new connection. Raises OSError, TimeoutError."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(deadline_s):
+            _, connection = await loop.create_connection(lambda: Connection(loop, self._freed), self.host, self.port)
+        self.busy.add(connection)
+        return connection
+
+    def _freed(self, connection: Connection, usable: bool) -> None:
+        self.busy.discard(connection)
+        if usable and len(self.idle) < KEEP_MOST:
+            self.idle.append(connection)
+        else:
+            if connection in self.idle:
+                self.idle.remove(connection)
+            connection.close()
+
+    def request(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+        lines = [f"{method} {self.path}{path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items() if not _controls(value)]
+        return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body
+
+    def close(self) -> None:
+        for connection in (*self.idle, *self.busy):
+            connection.close()
+
+
 class Upstreams:
     """Replicas in turn. A replica that cannot be connected is passed over for `DOWN_S`, then tried again."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.bases = (config.upstream.rstrip("/"), *(u.rstrip("/") for u in config.more_upstreams))
         self.config = config
-        self._down: dict[str, float] = {}
+        self.replicas = [Replica(u.rstrip("/")) for u in (config.upstream, *config.more_upstreams)]
         self._turn = 0
-        self.session: aiohttp.ClientSession | None = None
-
-    async def open(self) -> None:
-        c = self.config
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=20),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=c.connect_deadline_s, sock_read=c.idle_deadline_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
 
     async def close(self) -> None:
-        if self.session is not None:
-            await self.session.close()
+        for replica in self.replicas:
+            replica.close()
 
-    def order(self) -> Sequence[str]:
+    def order(self) -> Sequence[Replica]:
         """Every replica, the next in turn first, those thought down last."""
-        self._turn = (self._turn + 1) % len(self.bases)
-        turned = self.bases[self._turn :] + self.bases[: self._turn]
+        if len(self.replicas) == 1:
+            return self.replicas
+        self._turn = (self._turn + 1) % len(self.replicas)
+        turned = self.replicas[self._turn :] + self.replicas[: self._turn]
         now = time.monotonic()
-        return sorted(turned, key=lambda b: self._down.get(b, 0.0) > now)
+        return sorted(turned, key=lambda r: r.down_until > now)
 
-    async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str], skip: str = ""
-    ) -> tuple[str, aiohttp.ClientResponse]:
-        """(replica, response with headers read). Raises UpstreamGone when none connects; other errors as aiohttp's own.
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str], skip: str = "") -> tuple[str, Answer]:
+        """(replica, answer with its head read; `release` it). Raises UpstreamGone when none takes the request, Broken,
+        TimeoutError.
 
-        A reused connection that the replica closed meanwhile counts as not connected: aiohttp tells by
-        ServerDisconnectedError before any byte of the answer; then the next replica, at last the same one anew, is tried.
+        A connection that ends before the first byte of an answer counts as not connected: a kept one is replaced by a
+        new one to the same replica, after a new one the next replica is tried, the only one once more.
         """
-        assert self.session is not None
-        bases = [b for b in self.order() if b != skip] or list(self.bases)
+        replicas = [r for r in self.order() if r.base != skip] or list(self.replicas)
         last: Exception | None = None
-        for base in (*bases, bases[0]) if len(bases) == 1 else bases:
+        for replica in replicas if len(replicas) > 1 else replicas * 2:
             try:
-                response = await self.session.post(base + path, data=body, headers=headers)
-            except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as e:
+                return replica.base, await self._ask(replica, replica.request("POST", path, headers, body))
+            except (Unreachable, Broken) as e:
+                if isinstance(e, Broken) and not e.silent:
+                    raise
                 last = e
-                if isinstance(e, aiohttp.ClientConnectorError):
-                    self._down[base] = time.monotonic() + DOWN_S
-                continue
-            self._down.pop(base, None)
-            return base, response
         raise UpstreamGone(str(last))
+
+    async def _ask(self, replica: Replica, request: bytes) -> Answer:
+        """The answer, its head read. Raises Unreachable, Broken, TimeoutError."""
+        connection = replica.take()
+        while True:
+            kept = connection is not None
+            if connection is None:
+                connection = await self._dial(replica)
+            answer = connection.send(request, self.config.idle_deadline_s)
+            try:
+                await answer.head()
+            except Broken as e:
+                answer.release()
+                if kept and e.silent:
+                    connection = None
+                    continue
+                raise
+            except BaseException:
+                answer.release()
+                raise
+            replica.down_until = 0.0
+            return answer
+
+    async def _dial(self, replica: Replica) -> Connection:
+        try:
+            return await replica.dial(self.config.connect_deadline_s)
+        except (OSError, TimeoutError) as e:
+            replica.down_until = time.monotonic() + DOWN_S
+            raise Unreachable(f"{replica.base}: {e or 'no connection in time'}") from None
 
     async def get_json(self, path: str, deadline_s: float) -> Any:
         """The JSON of the first replica that answers 200; None when none does."""
-        assert self.session is not None
-        for base in self.order():
+        for replica in self.order():
             try:
-                async with self.session.get(base + path, timeout=aiohttp.ClientTimeout(total=deadline_s)) as r:
-                    if r.status == 200:
-                        return await r.json(content_type=None)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                async with asyncio.timeout(deadline_s):
+                    answer = await self._ask(replica, replica.request("GET", path, {}, b""))
+                    try:
+                        body = await answer.read()
+                    finally:
+                        answer.release()
+                if answer.status == 200:
+                    return msgspec.json.decode(body)
+            except (OSError, TimeoutError, msgspec.DecodeError):
                 continue
         return None
 
 
-def quick_ack(response: aiohttp.ClientResponse) -> None:
-    """Acknowledge at once. Dynamo's frontend holds small writes back until the last one is acknowledged; a delayed
-    ACK costs 40 ms per answer on a reused connection. The kernel clears the option, so it is set after every read."""
-    connection = response.connection  # None once the body is complete
-    if TCP_QUICKACK is None or connection is None or connection.transport is None:
-        return
-    sock = connection.transport.get_extra_info("socket")
-    if sock is not None:
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, TCP_QUICKACK, 1)
+def _controls(value: str) -> bool:
+    """A value that would end its own header line."""
+    return "\r" in value or "\n" in value or "\0" in value

@@ -217,7 +217,7 @@ async def test_router_late_away_or_unwilling_means_no_pin_and_no_delay(tmp_path:
         s.router.delay_s, s.router.decision = 0.0, {"prefill": None, "error": "no prefill worker is there"}
         assert (await s.chat())[0] == 200
         s.router.server.close()  # type: ignore[union-attr]
-        s.gateway.asker._writer.close()  # type: ignore[union-attr]
+        s.gateway.asker._transport.abort()  # type: ignore[union-attr]
         assert (await s.chat())[0] == 200
         assert all(PIN not in seen.headers for seen in s.frontend.seen)
         assert [r.pin for r in s.gateway.decisions._records.values()] == ["late", "none", "no-router"]
@@ -226,7 +226,7 @@ async def test_router_late_away_or_unwilling_means_no_pin_and_no_delay(tmp_path:
 async def test_a_router_that_comes_back_is_used_again(tmp_path: Path) -> None:
     async with Stage(tmp_path, router=True) as s:
         s.router.server.close()  # type: ignore[union-attr]
-        s.gateway.asker._writer.close()  # type: ignore[union-attr]
+        s.gateway.asker._transport.abort()  # type: ignore[union-attr]
         await s.chat()
         s.router.path.unlink(missing_ok=True)
         await s.router.start()
