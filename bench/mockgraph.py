@@ -235,13 +235,15 @@ class MockGraph:
         )
 
     def worker_metric(self, name: str, metric: str) -> float:
-        """A counter of one mock worker, from its own system port."""
-        body = get(f"http://127.0.0.1:{self.system_ports[name]}/metrics")[1].decode()
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in body.splitlines()
-            if line.startswith(metric) and line[len(metric)] in " {"
-        )
+        """A counter of one mock worker, from its own system port. A worker that is slow to tell is asked again: "no
+        answer" is not 0."""
+
+        def read() -> list[float]:
+            body = get(f"http://127.0.0.1:{self.system_ports[name]}/metrics")[1].decode()
+            lines = (x for x in body.splitlines() if x.startswith(metric) and x[len(metric)] in " {")
+            return [float(x.rsplit(" ", 1)[1]) for x in lines]
+
+        return float(sum(wait(f"{metric} of {name}", read, 30)))
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
