@@ -19,6 +19,7 @@ from components.common.kv import hooks, leased
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.layouts import check_config, check_groups, describe_groups
+from components.common.kv.observed import Dram, Observed, source_of
 from components.common.kv.shm import sweep
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class DynamoBlobConnector(OffloadingConnector):
             self._policy = hooks.install(config.policy)
             self._plans: dict[str, hooks.Plan] = {}
             self._chunk_bytes = int(self._kv_bytes())
+            primary = getattr(self.scheduler.manager, "primary_tier", None)
+            self._observed = Observed(Dram(primary, self._chunk_bytes) if primary is not None else None)
 
     def _kv_bytes(self) -> int:
         primary = getattr(self.scheduler.manager, "primary_tier", None)
@@ -70,7 +73,20 @@ class DynamoBlobConnector(OffloadingConnector):
         if plan is None:
             plan = self._plans[request.request_id] = self._plan(request, num_computed_tokens)
             self._apply(request, plan)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens is not None and request.num_output_tokens == 0:
+            self._observed.first.begun(request, self._source(request, num_computed_tokens, tokens))
+        return tokens, later
+
+    def _source(self, request: Request, local: int, external: int) -> str:
+        context = self.scheduler._req_status[request.request_id].req_context
+        tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
+        promoted = [t.store for t in tiers if hasattr(t, "delivered") and t.delivered(context)]
+        return source_of(local, external, promoted, bool((request.kv_transfer_params or {}).get("do_remote_prefill")))
+
+    def get_kv_connector_stats(self) -> Any:
+        stats = super().get_kv_connector_stats()
+        return stats if self.connector_scheduler is None else self._observed.take(stats)
 
     def _plan(self, request: Request, local: int) -> hooks.Plan:
         """Asked once per request: a decision that changed while the request waits would waste both ways."""
@@ -104,12 +120,14 @@ class DynamoBlobConnector(OffloadingConnector):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._plans.pop(request.request_id, None)
+        self._observed.first.ended(request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._plans.pop(request.request_id, None)
+        self._observed.first.ended(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
 

@@ -67,7 +67,7 @@ class Epochs:
         self._on_raise = on_raise
         self._stop, self._wake, self._tried = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self.failures = 0
+        self.failures = self.throttled = 0
         self.last_error = ""
 
     def start(self) -> Epochs:
@@ -115,6 +115,7 @@ class Epochs:
             found = self._read()
         except Exception as e:
             self.failures += 1
+            self.throttled += getattr(e, "code", "") in ("STORAGE-THROTTLED", "STORAGE-BUSY")
             self.last_error = f"{type(e).__name__}: {e}"[:300]
             return False
         merged = dict(self._known)

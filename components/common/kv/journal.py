@@ -153,7 +153,7 @@ class SharedIndex:
         self._based = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.failures = 0
+        self.failures = self.throttled = 0
         self.last_error = ""
         self.lookup = self.catalogue.lookup
         self.lookup_many = self.catalogue.lookup_many
@@ -207,6 +207,7 @@ class SharedIndex:
                 self.sync()
             except StorageError as e:
                 self.failures += 1
+                self.throttled += e.code in ("STORAGE-THROTTLED", "STORAGE-BUSY")
                 self.last_error = e.code
             self._stop.wait(self._period_s)
 

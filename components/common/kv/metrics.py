@@ -1,7 +1,8 @@
 """Metrics of a secondary tier, carried to Prometheus by vLLM's own connector statistics.
 
 All names start with ``vllm:dynamo_blob_kv_`` (Dynamo's worker exports the ``vllm:`` prefix), label `tier`.
-NIXL retries throttled requests itself and reports only the end, so throttling shows as time and as failures.
+NIXL retries throttled requests itself and reports only the end: on transfers throttling shows as time and as failures;
+`throttled_total` counts the account's 429 and 503 to the tier's own small requests, after their retries.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ P = "vllm:dynamo_blob_kv_"
 MISSES, OPS, BYTES, SECONDS, DROPPED, REWRITES = (
     P + n for n in ("misses", "ops", "bytes", "op_seconds", "stores_dropped", "stores_deduplicated")
 )
+SENT, AMPLIFICATION, OTHERS = (P + n for n in ("write_sent_bytes", "write_amplification", "other_namespaces"))
 _GAUGES = {
     "queued_loads": "chunks waiting to be read",
     "queued_stores": "chunks waiting to be written",
@@ -32,6 +34,8 @@ _COUNTERS = {
     "renewed_total": "back ends opened for a new credential",
     "replaced_total": "back ends opened because every transfer was overdue",
     "late_ended_total": "overdue transfers that ended after all",
+    "throttled_total": "small requests of the tier that the account answered 429 or 503, retries included",
+    "control_failures_total": "small requests of the tier (index, purge generations) that failed for good",
 }
 
 
@@ -51,6 +55,11 @@ def definitions() -> dict[str, Any]:
         SECONDS: OffloadingHistogramMetadata("Seconds from queue to end of one chunk.", ("tier", "op"), seconds),
         DROPPED: OffloadingCounterMetadata("Chunks not written, by reason.", ("tier", "reason")),
         REWRITES: OffloadingCounterMetadata("Chunks not written because the store has them.", tier),
+        SENT: OffloadingCounterMetadata("Bytes of objects sent to the store, however the write ended.", tier),
+        AMPLIFICATION: OffloadingGaugeMetadata("Bytes sent for each byte of KV made visible, since the start.", tier),
+        OTHERS: OffloadingGaugeMetadata(
+            "Namespaces on the store that are not ours, by what differs.", ("tier", "differs")
+        ),
     }
     out |= {P + name: OffloadingGaugeMetadata(text, tier) for name, text in _GAUGES.items()}
     out |= {P + name: OffloadingCounterMetadata(text, tier) for name, text in _COUNTERS.items()}
@@ -64,6 +73,8 @@ class Recorder:
         self._tier = tier
         self._last: Counter[tuple[str, str]] = Counter()
         self._stats: Any = None
+        self._sent = self._visible = 0
+        self._others: set[str] = set()
 
     def ended(self, op: str, end: str, nbytes: int, seconds: float) -> None:
         stats = self._open()
@@ -72,10 +83,26 @@ class Recorder:
         if end == "ok":
             stats.increase_counter(BYTES, nbytes, (self._tier, op))
 
+    def written(self, sent: int, visible: int) -> None:
+        """One chunk's write is over: bytes that went to the store, bytes of KV that can be found there now."""
+        self._sent, self._visible = self._sent + sent, self._visible + visible
+
     def take(
-        self, misses: Counter[str], stores: Counter[tuple[str, str]], mover: Mover, transport: dict[str, float]
+        self,
+        misses: Counter[str],
+        stores: Counter[tuple[str, str]],
+        mover: Mover,
+        transport: dict[str, float],
+        others: Counter[str] | None = None,
     ) -> Any:
         stats = self._open()
+        self._rise(stats, SENT, ("sent", ""), self._sent, (self._tier,))
+        if self._visible:
+            stats.set_gauge(AMPLIFICATION, self._sent / self._visible, (self._tier,))
+        others = others or Counter()
+        self._others |= set(others)
+        for differs in self._others:  # one that went is 0, not forgotten at its last value
+            stats.set_gauge(OTHERS, float(others[differs]), (self._tier, differs))
         for reason, n in misses.items():
             self._rise(stats, MISSES, ("miss", reason), n, (self._tier, reason))
         for (kind, reason), n in stores.items():

@@ -69,6 +69,9 @@ class Opened:
 
     def stats(self) -> dict[str, float]:
         out: dict[str, float] = {"staging_slots": float(self.pool.count), "staging_bytes": float(self.pool.nbytes)}
+        asking = [x for x in (self.epochs, self.index) if x is not None]
+        out["throttled_total"] = float(sum(getattr(x, "throttled", 0) for x in asking))
+        out["control_failures_total"] = float(sum(getattr(x, "failures", 0) for x in asking))
         for transport in self.transports.values():
             for key, value in transport.stats().items():
                 if key.startswith("staging"):

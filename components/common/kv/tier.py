@@ -14,7 +14,7 @@ import queue
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -37,11 +37,12 @@ from components.common.kv.config import KvTiersConfig
 from components.common.kv.index import Index, MemoryIndex
 from components.common.kv.keys import PUBLIC, is_tenant, object_name
 from components.common.kv.lookups import Lookups
-from components.common.kv.mover import Mover, Reason, Unit
+from components.common.kv.mover import Mover, Unit
 from components.common.kv.namespaces import namespaces_of
 from components.common.kv.objects import Codec
 from components.common.kv.opened import Opened, open_tier
-from components.common.transfer.base import Transport
+from components.common.kv.tier_state import End, Job, Requests, RequestState
+from components.common.kv.writes import WriteBudget
 
 log = logging.getLogger(__name__)
 
@@ -51,44 +52,6 @@ TENANT, CLASS = "tenant", "class"
 _ANNOUNCED = 1 << 16
 _STATUS_S = 1.0
 _STATS_S = 0.25
-
-
-class _Request:
-    """What the tier remembers of one request (in vLLM's ReqContext)."""
-
-    __slots__ = ("chain", "cls", "missed", "names", "tenant", "transport")
-
-    def __init__(self, tenant: str, cls: str, transport: Transport | None) -> None:
-        self.tenant, self.cls, self.transport = tenant, cls, transport
-        self.names: dict[OffloadKey, str] = {}
-        self.missed: set[OffloadKey] = set()
-        self.chain: dict[tuple[int, int], str] = {}
-
-
-class _Requests(dict[int, _Request]):
-    """One request as each tier of the engine knows it: vLLM's ReqContext keeps one state per class, whoever sets it."""
-
-
-class _Job:
-    """A vLLM job of several chunks; it is over when each chunk has ended."""
-
-    __slots__ = ("began", "ended", "good", "left", "load", "nbytes", "queued", "request", "total")
-
-    def __init__(self, load: bool, left: int, request: str = "", queued: int = 0) -> None:
-        self.load, self.left, self.total, self.good, self.nbytes = load, left, left, list[OffloadKey](), 0
-        self.request, self.queued = request, queued
-        self.began = self.ended = time.monotonic()
-
-
-class _End(NamedTuple):
-    job_id: int
-    key: OffloadKey
-    unit: Unit
-    reason: Reason
-    request: _Request
-    parent: str | None
-    tokens: int
-    at: float
 
 
 class DynamoBlobTier(SecondaryTierManager):
@@ -124,8 +87,9 @@ class DynamoBlobTier(SecondaryTierManager):
             verify_puts=self.config.verify_puts, skip_proof=self.config.unsafe_skip_proof,
         )  # fmt: skip
         self._lookups = Lookups(self._index, self.config.lookup_deadline_s, self.config.lookup_window)
-        self._jobs: dict[int, _Job] = {}
-        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._writes = WriteBudget(self.config.write_amplification)
+        self._jobs: dict[int, Job] = {}
+        self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
         self._over: list[JobResult] = []
         self._storing: set[str] = set()
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -143,22 +107,22 @@ class DynamoBlobTier(SecondaryTierManager):
         tenant, cls = params.get(TENANT, PUBLIC), params.get(CLASS) or self._opened.default_class
         if not is_tenant(tenant):  # nobody: nothing is looked up or stored, and no name is ever made of it
             tenant = ""
-        states = req_context.get_state(_Requests)
+        states = req_context.get_state(Requests)
         if states is None:
-            states = _Requests()
+            states = Requests()
             req_context.set_state(states)
-        states[id(self)] = _Request(tenant, cls, self._opened.transport(cls) if tenant else None)
+        states[id(self)] = RequestState(tenant, cls, self._opened.transport(cls) if tenant else None)
         return RequestOffloadingContext()
 
-    def _request(self, context: ReqContext) -> _Request:
-        states = context.get_state(_Requests)
+    def _request(self, context: ReqContext) -> RequestState:
+        states = context.get_state(Requests)
         if states is None or id(self) not in states:
             self.on_new_request(context)
-            states = context.get_state(_Requests)
+            states = context.get_state(Requests)
         assert states is not None
         return states[id(self)]
 
-    def _name(self, request: _Request, key: OffloadKey, context: ReqContext) -> str | None:
+    def _name(self, request: RequestState, key: OffloadKey, context: ReqContext) -> str | None:
         """Name of the chunk's object; None while the tenant's purge generation is not known."""
         name = request.names.get(key)
         if name is None:
@@ -199,6 +163,11 @@ class DynamoBlobTier(SecondaryTierManager):
             return False
         return self._index.lookup(name)
 
+    def delivered(self, req_context: ReqContext) -> int:
+        """Chunks that this tier brought for the request."""
+        states = req_context.get_state(Requests)
+        return states[id(self)].loaded if states is not None and id(self) in states else 0
+
     @property
     def loading_bytes(self) -> int:
         """Bytes of chunks asked for and not yet ended."""
@@ -220,7 +189,7 @@ class DynamoBlobTier(SecondaryTierManager):
         name_of_request = job_metadata.req_context.req_id
         deadline = time.monotonic() + hooks.load_deadline(name_of_request, self.config.load_deadline_s)
         keys = list(job_metadata.keys)
-        self._jobs[job_metadata.job_id] = _Job(True, len(keys), name_of_request, self.loading_bytes)
+        self._jobs[job_metadata.job_id] = Job(True, len(keys), name_of_request, self.loading_bytes)
         for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True):
             name = self._name(request, key, job_metadata.req_context)
             assert name is not None and request.transport is not None
@@ -229,7 +198,7 @@ class DynamoBlobTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         request = self._request(job_metadata.req_context)
         deadline = time.monotonic() + self.config.store_deadline_s
-        job = self._jobs[job_metadata.job_id] = _Job(False, 0)
+        job = self._jobs[job_metadata.job_id] = Job(False, 0)
         for key, chunk in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
             name = self._wanted(request, key, job_metadata.req_context)
             if name is None:
@@ -245,7 +214,7 @@ class DynamoBlobTier(SecondaryTierManager):
         if not job.left:
             self._finish(job_metadata.job_id, job)
 
-    def _wanted(self, request: _Request, key: OffloadKey, context: ReqContext) -> str | None:
+    def _wanted(self, request: RequestState, key: OffloadKey, context: ReqContext) -> str | None:
         """Name to store a chunk under; None when it is not to be stored (counted)."""
         name = self._name(request, key, context) if request.transport is not None else None
         reason = ""
@@ -255,15 +224,34 @@ class DynamoBlobTier(SecondaryTierManager):
             reason = "generation_unknown"
         elif name in self._storing or self._index.lookup(name) is True:
             reason = "present"
+        elif self._handed_over(key, context):
+            reason = "handed_over"
         elif not request.transport.available(True):
             reason = "breaker"
+        elif not self._writes.admit(name, self._mover.codec.object_bytes):
+            reason = "write_budget"
         if reason:
-            self.counts["store_skipped" if reason == "present" else "store_dropped", reason] += 1
+            skipped = reason in ("present", "handed_over")
+            self.counts["store_skipped" if skipped else "store_dropped", reason] += 1
             return None
         return name
 
+    @staticmethod
+    def _handed_over(key: OffloadKey, context: ReqContext) -> bool:
+        """A chunk that the prefill worker computed and stores itself; decode adds what it generates."""
+        prompt = (context.kv_transfer_params or {}).get("remote_num_tokens")
+        end = context.get_offload_key_position(key)
+        return isinstance(prompt, int) and end is not None and end <= prompt
+
     def _unit(
-        self, store: bool, name: str, chunk: int, deadline: float, job: TransferJob, key: OffloadKey, request: _Request
+        self,
+        store: bool,
+        name: str,
+        chunk: int,
+        deadline: float,
+        job: TransferJob,
+        key: OffloadKey,
+        request: RequestState,
     ) -> Unit:
         assert request.transport is not None
         job_id, context = job.job_id, job.req_context
@@ -274,7 +262,7 @@ class DynamoBlobTier(SecondaryTierManager):
         return Unit(
             store, request.transport, name, self._rows[chunk], deadline,
             lambda unit, reason: self._ends.put(
-                _End(job_id, key, unit, reason, request, parent, end, time.monotonic())
+                End(job_id, key, unit, reason, request, parent, end, time.monotonic())
             ),
             guard=lambda: self._opened.current(tenant, namespace),
         )  # fmt: skip
@@ -297,9 +285,13 @@ class DynamoBlobTier(SecondaryTierManager):
             if not job.left:
                 self._finish(end.job_id, job)
 
-    def _stored(self, end: _End, job: _Job) -> None:
+    def _stored(self, end: End, job: Job) -> None:
         self._storing.discard(end.unit.name)
-        self._stats.ended("write", end.reason, self._mover.codec.object_bytes, time.monotonic() - end.unit.begun)
+        codec = self._mover.codec
+        self._stats.ended("write", end.reason, codec.object_bytes, time.monotonic() - end.unit.begun)
+        self._stats.written(
+            codec.object_bytes if end.unit.outcome is not None else 0, codec.row_bytes if end.reason == "ok" else 0
+        )
         if end.reason != "ok":
             return
         job.good.append(end.key)
@@ -309,11 +301,12 @@ class DynamoBlobTier(SecondaryTierManager):
         self._index.note_put(end.unit.name, self._mover.codec.object_bytes, end.request.cls, saved, end.parent)
         self._announce([end.key])
 
-    def _loaded(self, end: _End, job: _Job) -> None:
+    def _loaded(self, end: End, job: Job) -> None:
         self._stats.ended("read", end.reason, self._mover.codec.object_bytes, time.monotonic() - end.unit.begun)
         if end.reason == "ok":
             job.good.append(end.key)
             job.nbytes += self._mover.codec.object_bytes
+            end.request.loaded += 1
             self._index.note_hit(end.unit.name)
             self._announce([end.key])
             return
@@ -323,7 +316,7 @@ class DynamoBlobTier(SecondaryTierManager):
             self._index.note_gone(end.unit.name, end.reason)
             self._retract(end.key)
 
-    def _finish(self, job_id: int, job: _Job) -> None:
+    def _finish(self, job_id: int, job: Job) -> None:
         del self._jobs[job_id]
         if job.load:
             asked, arrived = job.total * self.block_size_bytes, len(job.good) * self.block_size_bytes
@@ -369,6 +362,7 @@ class DynamoBlobTier(SecondaryTierManager):
             "misses": dict(self._lookups.reasons),
             "ends": dict(self._mover.reasons),
             "stores": {f"{a}_{b}": n for (a, b), n in self.counts.items()},
+            "writes": self._writes.status(),
             "queued": {"loads": self._mover.queued_loads, "stores": self._mover.queued_stores},
             "transport": self._opened.stats(),
         }
@@ -395,7 +389,8 @@ class DynamoBlobTier(SecondaryTierManager):
         if now < self._stats_due:
             return None
         self._stats_due = now + _STATS_S
-        return self._stats.take(self._lookups.reasons, self.counts, self._mover, self._opened.stats())
+        others = Counter(",".join(sorted(o.get("differs", {}))) for o in self._opened.others())
+        return self._stats.take(self._lookups.reasons, self.counts, self._mover, self._opened.stats(), others)
 
     # ---- end
 
