@@ -33,7 +33,7 @@ from components.weights.wire import PullFailed, Wire
 log = logging.getLogger("dynamo_blob.weights")
 
 Answer = Literal["ready", "busy", "free"]
-_ASK_S = 1.0
+_ASK_SHARE = 0.1  # of the deadline of a range: how long a peer may take to answer a claim
 _ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
 _MARK_S = 30.0  # a peer that stalled
 _CLAIM_S = 60.0  # a claim not turned into a verified range is forgotten
@@ -128,14 +128,14 @@ class Peers:
     def _ask(self, peer: str, key: tuple[str, int]) -> Answer:
         path = f"/v1/peer/claim?object={key[0]}&range={key[1]}&by={quote(self.me, safe='')}"
         try:
-            answer = json.loads(ServiceClient(peer).get(path, _ASK_S)).get("state")
+            answer = json.loads(ServiceClient(peer).get(path, self.pull_s * _ASK_SHARE)).get("state")
             return answer if answer in ("ready", "busy") else "free"
         except (ServiceGone, DynamoBlobError, ValueError, AttributeError):
             self._leave_out(peer, _ABSENT_S)
             return "free"
 
     def _pull(self, peer: str, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
-        if not self.wire.wait_started():
+        if not self.wire.wait_started(self.pull_s):
             return False
         deadline = time.monotonic() + self.pull_s
         try:

@@ -81,9 +81,9 @@ class Wire:
         """Whether NIXL works here now; its import takes seconds."""
         return self._started.is_set() and not self._error
 
-    def wait_started(self) -> bool:
-        """Whether NIXL works here; waits for its import, a minute at most."""
-        return self._started.wait(_START_S) and not self._error
+    def wait_started(self, at_least_s: float = 0.0) -> bool:
+        """Whether NIXL works here; waits for its import, a minute at most (or `at_least_s`)."""
+        return self._started.wait(max(_START_S, at_least_s)) and not self._error
 
     def _wait_started(self, timeout_s: float) -> None:
         if not self._started.wait(max(0.0, timeout_s)):

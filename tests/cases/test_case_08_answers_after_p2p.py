@@ -79,6 +79,13 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
     n.close()
 
 
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """vLLM, imported once for both models."""
+    with Driver(tmp_path_factory.mktemp("driver")) as d:
+        yield d
+
+
 def fill(nodes: Nodes, i: int) -> dict[str, str]:
     """Load through node i's service, without an engine; digests of all tensors."""
     config = weights_config(nodes.store.url, nodes.root / f"fill{i}", nodes.manifest, service=nodes.sockets[i])
@@ -89,22 +96,21 @@ def fill(nodes: Nodes, i: int) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", ["latent", "full"], indirect=True)
-def test_the_canary_answers_the_same_and_the_same_tensors_lie_in_the_model(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_canary_answers_the_same_and_the_same_tensors_lie_in_the_model(nodes: Nodes, driver: Driver) -> None:
     seen: dict[str, tuple[Any, dict[str, str]]] = {}
     extension = {"worker_extension_cls": "tests.kvtools.placed.Placed", "dtype": "bfloat16", "block_size": 128}
-    with Driver(tmp_path) as driver:
-        for name in ("blob", "peer"):
-            if name == "peer":
-                nodes.start(0)
-                fill(nodes, 0)
-                before = nodes.from_store()
-                nodes.start(1)
-            weights = nodes.weights(name, nodes.sockets[1] if name == "peer" else "")
-            small = nodes.from_store() - (before if name == "peer" else 0)
-            with driver.engine(name, weights.pop("model"), **weights, **extension) as engine:
-                answers = [engine.generate(ids(n, seed=n), max_tokens=24) for n in (40, 300)]
-                placed = driver.call("rpc", name=name, method="placed_digests")
-            seen[name] = [(a["tokens"], a["logprobs"]) for a in answers], placed
+    for name in ("blob", "peer"):
+        if name == "peer":
+            nodes.start(0)
+            fill(nodes, 0)
+            before = nodes.from_store()
+            nodes.start(1)
+        weights = nodes.weights(name, nodes.sockets[1] if name == "peer" else "")
+        small = nodes.from_store() - (before if name == "peer" else 0)
+        with driver.engine(name, weights.pop("model"), **weights, **extension) as engine:
+            answers = [engine.generate(ids(n, seed=n), max_tokens=24) for n in (40, 300)]
+            placed = driver.call("rpc", name=name, method="placed_digests")
+        seen[name] = [(a["tokens"], a["logprobs"]) for a in answers], placed
     assert nodes.sources("blob") == {"blob": nodes.bytes}
     assert nodes.sources("peer") == {"cache": nodes.bytes}
     assert nodes.running[1].status()["load"]["bytes_by_source"] == {"peer": nodes.bytes}

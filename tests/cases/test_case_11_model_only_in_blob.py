@@ -38,11 +38,13 @@ class OddConfig(LlamaConfig):
 READ = """
 import json, sys
 from transformers import AutoConfig, AutoTokenizer
-path = sys.argv[1]
-config = AutoConfig.from_pretrained(path, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-print(json.dumps({"marker": getattr(config, "marker", ""), "hidden": config.hidden_size, "text": text, "ids": tokenizer("Hello world")["input_ids"]}))
+out = []
+for path in sys.argv[1:]:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    out.append({"marker": getattr(config, "marker", ""), "hidden": config.hidden_size, "text": text, "ids": tokenizer("Hello world")["input_ids"]})
+print(json.dumps(out))
 """
 
 
@@ -86,14 +88,14 @@ def worker(w: WeightsConfig, **extra: Any) -> WorkerConfig:
     )  # fmt: skip
 
 
-def read(path: Path, tmp_path: Path) -> dict[str, Any]:
-    """What transformers makes of the directory, in a process that has nothing but it."""
+def read(tmp_path: Path, *paths: Path) -> list[dict[str, Any]]:
+    """What transformers makes of the directories, in a process that has nothing but them."""
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", READ, *map(str, paths)], cwd=tmp_path, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))  # transformers says more before
+    return list(json.loads(done.stdout.splitlines()[-1]))  # transformers says more before
 
 
 def test_config_tokenizer_template_and_code_resolve(registry: Registry, tmp_path: Path) -> None:  # noqa: F811
@@ -101,10 +103,10 @@ def test_config_tokenizer_template_and_code_resolve(registry: Registry, tmp_path
     w = weights(registry, tmp_path)
     path = materialise_small_files(w)
     check_remote_code(worker(w, trust_remote_code=True), path)
-    found, model = read(path, tmp_path), MODELS / "tiny-full"
+    model = MODELS / "tiny-full"
+    found, wanted = read(tmp_path, path, model)
     assert found["marker"] == "code of the release"
     assert found["hidden"] == json.loads((model / "config.json").read_text())["hidden_size"]
-    wanted = read(model, tmp_path)
     assert (found["text"], found["ids"]) == (wanted["text"], wanted["ids"]) and "Hi" in found["text"]
     assert not list(path.rglob("*.safetensors")), "weights never lie on this disk"
 

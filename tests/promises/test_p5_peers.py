@@ -26,6 +26,8 @@ from tests.faults.services import ServiceProcess
 SHARDS = [tensors_of(s, [700_000, 1_500_000, 3, 900_000]) for s in range(3)]
 WANTED = digests({k: v for s in SHARDS for k, v in s.items()})
 DEADLINE_S = 4.0
+PATIENCE_S = 300.0
+"""Where the deadline is not what is tested: a busy machine must not make a range come from Blob as well."""
 
 
 class Nodes:
@@ -34,11 +36,11 @@ class Nodes:
         self.sockets = [f"unix:{root}/s/weights-{i}.sock" for i in range(4)]
         self.running: dict[int, ServiceProcess] = {}
 
-    def start(self, i: int) -> ServiceProcess:
+    def start(self, i: int, deadline_s: float = PATIENCE_S) -> ServiceProcess:
         weights = weights_config(self.store.url, self.root / f"w{i}", self.manifest)
         self.running[i] = ServiceProcess(
             self.root / "s", weights, name=f"weights-{i}", cache_dir=str(self.root / f"cache{i}"), cache_bytes=64 * MiB,
-            peers=tuple(self.sockets), peer_deadline_s=DEADLINE_S,
+            peers=tuple(self.sockets), peer_deadline_s=deadline_s,
         ).start(90)  # fmt: skip
         return self.running[i]
 
@@ -106,12 +108,12 @@ def test_b_newcomer_takes_nothing_from_blob(nodes: Nodes) -> None:
     assert nodes.sources(3) == {"peer": sum(before.values())}
 
 
-def wipe(nodes: Nodes, i: int) -> None:
+def wipe(nodes: Nodes, i: int, deadline_s: float = PATIENCE_S) -> None:
     """Node i loses its cache and starts again."""
     nodes.running[i].stop()
     for path in (nodes.root / f"cache{i}/objects").iterdir():
         path.unlink()
-    nodes.start(i)
+    nodes.start(i, deadline_s)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can alter a cache file unnoticed")
@@ -137,7 +139,7 @@ def test_c_peer_that_lies_is_found_out_and_left(nodes: Nodes) -> None:
 def test_case_09_peer_that_accepts_and_stalls_meets_its_deadline(nodes: Nodes) -> None:
     process = nodes.running[2].process
     assert process is not None
-    wipe(nodes, 3)
+    wipe(nodes, 3, DEADLINE_S)
     os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
     nodes.load(3)
@@ -146,7 +148,7 @@ def test_case_09_peer_that_accepts_and_stalls_meets_its_deadline(nodes: Nodes) -
 
 
 def test_d_peer_that_dies_in_the_middle_is_replaced(nodes: Nodes) -> None:
-    wipe(nodes, 3)
+    wipe(nodes, 3, DEADLINE_S)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(nodes.load, 3)
         nodes.running[2].kill()
