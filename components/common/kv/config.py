@@ -42,6 +42,11 @@ class KvTiersConfig(Config):
     )
     store_deadline_s: float = Field(30.0, gt=0, description="seconds from store to visible, queueing included")
     store_queue: int = Field(64, ge=1, description="chunks waiting to be stored; the newest are dropped beyond it")
+    write_amplification: float = Field(
+        2.0,
+        ge=1,
+        description="bytes put per byte of distinct chunks, at most, per worker over about an hour; beyond it evicted chunks are not put again",
+    )
     verify_puts: float = Field(0.0, ge=0, le=1, description="fraction of puts that is read back and proven")
     shadow_every: int = Field(
         0,
