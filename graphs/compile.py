@@ -15,9 +15,10 @@ from graphs import env as environment
 from graphs.launch.broker import BrokerConfig
 from graphs.load import Graph
 from graphs.plan import Link, Plan, Port, Probe, Process, StorageUse, Volume
-from graphs.profiles import EngineProfile, engine_args, read_engine_profile, read_kv_profile
+from graphs.profiles import EngineProfile, engine_args, merged_kv, read_engine_profile, read_kv_profile
 from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
 from graphs.spec import ComponentSpec, KvSpec, WorkerSpec, parse_size
+from graphs.sweeping import sweeper
 from router.config import RouterConfig
 
 MODULE = {"prefill": "components.prefill", "decode": "components.decode", "aggregated": "components.decode"}
@@ -59,7 +60,7 @@ def _kv_settings(graph: Graph, kv: KvSpec | None, where: tuple[str, ...]) -> dic
     if kv is None:
         return None
     profile, _ = read_kv_profile(kv.profile, graph.place(*where, "profile"))
-    return {**profile.settings, **kv.set}
+    return merged_kv(profile, kv.set, graph.place(*where, "profile"))
 
 
 def compile_plan(graph: Graph, site: Site) -> Plan:
@@ -94,6 +95,8 @@ class _Compiler:
                 gpu += worker.spec.gpus
         if c.router is not None:
             processes += [self.router(i) for i in range(c.router.replicas)]
+        if any(w.kv is not None and w.spec.replicas for w in self.workers):
+            processes += [sweeper(self, i) for i in range(c.sweeper.replicas)]
         processes += [self.dynamo_frontend(i) for i in range(c.dynamo_frontend.replicas)]
         processes += [self.gateway(i) for i in range(c.frontend.replicas)]
         dirs = [
@@ -322,7 +325,10 @@ class _Compiler:
             "weights_digest": self.weights_digest(), "status_file": str(self.site.run / "reports" / f"{name}.kv.json"),
             "announce": self.env.announce(),
         }  # fmt: skip
-        return {**own, **{k: _size(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
+        found = {**own, **{k: _size(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
+        if isinstance(policy := found.get("policy"), dict) and policy:  # `status --explain` reads it
+            found["policy"] = {"status_file": str(self.site.run / "reports" / f"{name}.cost.json"), **policy}
+        return found
 
     def router(self, i: int) -> Process:
         spec, site = self.spec.components.router, self.site

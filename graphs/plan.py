@@ -82,6 +82,7 @@ class Process(Config):
         "etcd",
         "nats",
         "events",
+        "sweeper",
     ]
     replica: int = Field(0, ge=0)
     argv: tuple[str, ...] = Field(description="exact command line; runnable by hand with `env`")

@@ -14,6 +14,7 @@ from graphs.document import Document, KeyPath, load
 from graphs.load import Finding, type_name, validate
 from graphs.spec import Size, Spec
 
+POLICY = {"module": "components.common.kv.policy", "class": "CostPolicy"}
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -48,10 +49,18 @@ class EngineProfile(Spec):
     ready_deadline_s: float = Field(180.0, gt=0, description="seconds from start to ready")
 
 
+class CostSpec(Spec):
+    """Load or recompute: what is believed before anything was measured. Absent = everything that is held is loaded."""
+
+    hardware: str = Field(description="configs/hardware/<name>.yaml: the prefill curve")
+    tiers: list[dict[str, Any]] = Field(description="components.common.cost.config.TierPrior of dram and blob")
+
+
 class KvProfile(Spec):
     profile: str
     description: str = ""
     hardware: str = ""
+    cost: CostSpec | None = Field(None, description="the cost model's priors; `kv.set.policy: {}` switches it off")
     settings: dict[str, Any] = Field(description="components.common.kv.config.KvTiersConfig, without account and names")
 
 
@@ -66,6 +75,15 @@ def read_kv_profile(name: str, where: str) -> tuple[KvProfile, Document]:
     document = _find("kv", name, where)
     profile, findings = validate(KvProfile, document)
     return _checked(profile, findings, name, document), document
+
+
+def merged_kv(profile: KvProfile, more: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings of the tiers: the profile's, its cost policy, then the graph's own. Raises PROFILE-UNKNOWN."""
+    policy: dict[str, Any] = {}
+    if profile.cost is not None:
+        hardware = _find("hardware", profile.cost.hardware, where).data
+        policy = {"policy": {**POLICY, "hardware": hardware, "tiers": profile.cost.tiers}}
+    return {**profile.settings, **policy, **more}
 
 
 def _find(kind: str, name: str, where: str) -> Document:

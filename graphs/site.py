@@ -25,7 +25,7 @@ EMBEDDED_ACCOUNTS = {"weights": "dbweights", "kv": "dbkv"}
 # Offsets from network.base_port; fixed ranges, so that scaling one component moves no other's port.
 OFFSETS = {
     "dynamo-frontend": 0, "azurite": 4, "etcd": 5, "nats": 7, "router": 8, "weights": 12, "frontend": 16, "events": 18,
-    "prefill": 20, "decode": 28, "aggregated": 36, "nixl-prefill": 44, "nixl-decode": 52, "nixl-aggregated": 60,
+    "prefill": 20, "decode": 28, "aggregated": 36, "nixl-prefill": 44, "nixl-decode": 52, "nixl-aggregated": 60, "sweeper": 68,
 }  # fmt: skip
 LOCAL_REPLICAS = {
     "dynamo-frontend": 4,
@@ -35,6 +35,7 @@ LOCAL_REPLICAS = {
     "prefill": 8,
     "decode": 8,
     "aggregated": 8,
+    "sweeper": 2,
 }
 
 

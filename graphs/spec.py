@@ -214,6 +214,15 @@ class WeightsSpec(ComponentSpec):
     budget_bytes: Size = Field(2 * 2**30, description="host memory of one worker's load in flight, bytes")
 
 
+class SweeperSpec(ComponentSpec):
+    """Deletes from the KV containers what is over; runs where a worker keeps KV in Blob. ``replicas: 0`` switches it off."""
+
+    sweep_s: float = Field(60.0, gt=0, description="seconds between sweeps; budgets are overrun by what is put in one")
+    relist_s: float = Field(900.0, gt=0, description="seconds between full listings of the KV containers")
+    total_bytes: Size = Field(0, description="bytes over all retention classes; 0 = the classes' own budgets only")
+    capacity: int = Field(2**20, gt=0, description="objects its catalogue holds; memory is about 82 bytes each")
+
+
 class WorkerSpec(ComponentSpec):
     gpus: int = Field(0, ge=0, le=8, description="GPUs per replica; must equal tensor x pipeline parallel size")
     engine: dict[str, Any] = Field({}, description="values of the profile's `engine` for this component alone")
@@ -235,6 +244,7 @@ class ComponentsSpec(Spec):
     prefill: WorkerSpec | None = None
     decode: WorkerSpec | None = None
     aggregated: WorkerSpec | None = None
+    sweeper: SweeperSpec = SweeperSpec(drain_s=10.0)
 
 
 class LinkSpec(Spec):
@@ -276,7 +286,10 @@ class ClusterSpec(Spec):
 
     namespace: str = Field("inference", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
     images: dict[
-        Literal["default", "frontend", "dynamo-frontend", "prefill", "decode", "aggregated", "router", "weights"], str
+        Literal[
+            "default", "frontend", "dynamo-frontend", "prefill", "decode", "aggregated", "router", "weights", "sweeper"
+        ],
+        str,
     ] = Field({}, description="component -> image pinned by digest; `default` for the rest")
     dynamo_version: str = Field("1.6.1", pattern=r"^\d+\.\d+\.\d+$", description="runtimeVersionOverride")
     accounts: ClusterAccounts = ClusterAccounts()

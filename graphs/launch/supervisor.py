@@ -26,7 +26,7 @@ from graphs.plan import Plan, Process
 DRAIN_ORDER = (
     ("frontend",),
     ("dynamo-frontend", "router", "prefill", "decode", "aggregated"),
-    ("weights",),
+    ("weights", "sweeper"),
     ("azurite", "events", "etcd", "nats"),
 )
 PROBE_EVERY_S, WATCH_EVERY_S, PROBE_MISSES = 0.2, 2.0, 2

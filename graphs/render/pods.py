@@ -50,7 +50,7 @@ def pods(plan: Plan) -> list[Pod]:
         out.append(_pod(plan, "frontend", "frontend", count, gateway, (behind[0],)))
     weights = found.pop("weights", None)
     for component, (process, count) in found.items():
-        if component == "router":
+        if component in ("router", "sweeper"):
             out.append(_pod(plan, component, "worker", count, process))
         elif component in base.WORKERS:
             kind = "worker" if component == "aggregated" else component
@@ -266,7 +266,7 @@ def _actions(p: Process, probe: Probe) -> tuple[Manifest | None, Manifest]:
     if probe.http:
         url = urlsplit(probe.http)
         ready = {"httpGet": {"path": url.path, "port": url.port}}
-        live = p.component in (*base.WORKERS, "frontend")  # the router has no /live
+        live = p.component in (*base.WORKERS, "frontend", "sweeper")  # the router has no /live
         return ready, {"httpGet": {"path": "/live", "port": url.port}} if live else {"tcpSocket": {"port": url.port}}
     if probe.unix_http:
         socket, _, path = probe.unix_http.removeprefix("unix:").rpartition(":")
@@ -305,7 +305,8 @@ def _tenants_secret(plan: Plan, p: Process) -> Manifest:
     """The gateway sees salt keys; a worker only the file that names tenants and classes."""
     secret: Manifest = {"secretName": f"{plan.graph}-tenants", "defaultMode": 0o440}
     if p.component != "frontend":
-        name = p.config["kv"]["settings"]["tenants_file"].rpartition("/")[2] if p.config else ""
+        config = p.config or {}
+        name = (config.get("tenants_file") or config["kv"]["settings"]["tenants_file"]).rpartition("/")[2]
         secret["items"] = [{"key": name, "path": name}]
     return secret
 

@@ -25,7 +25,7 @@ ROUTER_PORT, NIXL_PORT = 8200, 5600
 ROUTER_HEALTH_PORT = 9091  # 9090 is taken by the Dynamo runtime inside the router: the operator switches it on
 PORTS = {
     "frontend": GATEWAY_PORT, "dynamo-frontend": FRONTEND_PORT, "router": ROUTER_HEALTH_PORT,
-    "prefill": SYSTEM_PORT, "decode": SYSTEM_PORT, "aggregated": SYSTEM_PORT, "etcd": 2379, "nats": 4222,
+    "prefill": SYSTEM_PORT, "decode": SYSTEM_PORT, "aggregated": SYSTEM_PORT, "sweeper": SYSTEM_PORT, "etcd": 2379, "nats": 4222,
 }  # fmt: skip
 RUN, STATE, TENANTS = Path("/run/dynamo-blob"), Path("/var/lib/dynamo-blob"), Path("/etc/dynamo-blob/tenants")
 CACHE, NODE_RUN = Path("/var/cache/dynamo-blob"), Path("/run/dynamo-blob-node")

@@ -5,6 +5,8 @@ the one that holds the lease works, the others stand by. It reads the workers' j
 containers now and then (the truth about existence), ranks by `retention.Worth`, deletes, and writes the
 snapshot that workers start from. It deletes nothing that parses as no object of ours.
 
+With `listen` it answers /health (ready = its last turn reached the store, leading or standing by), /live and /metrics.
+
 Exit codes: 0 after SIGTERM, 2 configuration, 1 anything else.
 """
 
@@ -23,46 +25,25 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field
 
-from components.common.config import Config
 from components.common.errors import DynamoBlobError
 from components.common.kv.catalogue import Catalogue, Entry, fragment
 from components.common.kv.classes import Classes
 from components.common.kv.epochs import generation_of
 from components.common.kv.journal import JournalReader, snapshot
 from components.common.kv.keys import parse_name
-from components.common.kv.retention import Policy, ReuseModel, Worth, verdict
+from components.common.kv.retention import Policy, ReuseModel, Worth, tags, verdict
 from components.common.kv.snapshot import decode
 from components.common.kv.store import SNAPSHOT_OBJECT, KvStore, Lease
+from components.common.kv.sweeper_config import SweeperConfig
+from components.common.kv.sweeper_ops import Ops, State
 from components.common.messages.tenants import TenantsFile
 from components.common.storage.account import Account
-from components.common.storage.config import AccountConfig
 from components.common.storage.errors import StorageError
 
 log = logging.getLogger(__name__)
 _BATCH = 256  # deletions between two looks at the lease
-
-
-class SweeperConfig(Config):
-    name: str = Field("sweeper-0", description="process name")
-    account: AccountConfig = Field(description="KV storage account, identity with delete rights")
-    container: str = Field(description="the graph's KV container; holds _control/")
-    tenants_file: str = Field("", description="absolute path of the tenants file; empty = one class `default`")
-    total_bytes: int = Field(0, ge=0, description="bytes over all classes; 0 = the classes' own budgets only")
-    sweep_s: float = Field(
-        60.0, gt=0, description="seconds between sweeps; a budget is overrun by at most what is put in one"
-    )
-    relist_s: float = Field(
-        900.0, gt=0, description="seconds between full listings; bounds how long an unseen object stays unseen"
-    )
-    lease_s: int = Field(30, ge=15, le=60, description="seconds until another sweeper may take over from a dead one")
-    most_deletes: int = Field(
-        20_000, gt=0, description="deletions of one sweep at most, so that a sweep ends and the lease is kept"
-    )
-    capacity: int = Field(2**20, gt=0, description="objects the catalogue holds; memory is 72 bytes each")
-    journal_keep_s: float = Field(3600.0, gt=0, description="seconds a journal stays after it was read to its end")
-    status_file: str = Field("", description="JSON file with the counters of the last sweep; empty = none")
+_RETRY_S = 5.0  # seconds to the next turn after one that failed
 
 
 class Sweeper:
@@ -77,7 +58,20 @@ class Sweeper:
         self._clock = time.time
         self.lease = Lease(store, config.lease_s)
         self.counters: Counter[str] = Counter()
+        self.seconds = 0.0
         self._forget()
+
+    @property
+    def leading(self) -> bool:
+        return self._leading
+
+    def values(self) -> dict[str, float]:
+        """Counters and gauges, for /metrics."""
+        return {
+            "objects": float(len(self.catalogue)), "bytes": float(self.catalogue.bytes), "leading": float(self._leading),
+            "sweep_seconds": self.seconds, **{f"requests_{k}": float(n) for k, n in self.store.requests.items()},
+            **{k: float(n) for k, n in self.counters.items()},
+        }  # fmt: skip
 
     def _forget(self) -> None:
         """What was known is out of date: somebody else swept meanwhile."""
@@ -103,6 +97,7 @@ class Sweeper:
             return False
         now = self._clock()
         rows = self.catalogue.columns()
+        rows = self.catalogue.retag(rows, tags(rows, rows.parent_rows()))
         if self._swept_at:
             self._reuse.expose(rows, now, self._swept_at)
         self._swept_at = now
@@ -122,7 +117,8 @@ class Sweeper:
             return False
         self._publish()
         self.counters["sweeps"] += 1
-        self._status(time.monotonic() - begun)
+        self.seconds = time.monotonic() - begun
+        self._status(self.seconds)
         return True
 
     def relist(self) -> None:
@@ -222,25 +218,42 @@ class Sweeper:
 
 
 def run(config: SweeperConfig, stop: threading.Event) -> None:
-    """Sweep until `stop`. An outage is logged and tried again at the next turn."""
+    """Sweep until `stop`. An outage is logged, shown by /health and tried again at the next turn."""
+    state = State()
+    ops = _listen(config, state)
     account = Account(config.account)
     store = KvStore(account, config.container)
     try:
         sweeper = Sweeper(config, store, load_classes(config.tenants_file, config.container))
         while not stop.is_set():
+            why = ""
             try:
                 sweeper.run_once()
             except StorageError as e:
                 sweeper.counters["failures"] += 1
                 log.warning("KV-SWEEP-FAILED: %s", e)
-            next_sweep = time.monotonic() + config.sweep_s
+                why = f"{e.code}: {e.what}"
+            state.turn(why, sweeper.values())
+            next_sweep = time.monotonic() + (min(config.sweep_s, _RETRY_S) if why else config.sweep_s)
             while not stop.wait(min(config.lease_s / 3, max(0.01, next_sweep - time.monotonic()))):
                 if time.monotonic() >= next_sweep or not _kept(sweeper.lease):
                     break
         sweeper.close()
     finally:
+        if ops is not None:
+            ops.close()
         store.close()
         account.close()
+
+
+def _listen(config: SweeperConfig, state: State) -> Ops | None:
+    try:
+        return Ops(config.listen, state) if config.listen else None
+    except OSError as e:
+        raise DynamoBlobError(
+            "SWEEPER-LISTEN", f"the sweeper cannot listen on {config.listen}", where="listen", why=str(e),
+            do="free the port, or move network.base_port",
+        ) from None  # fmt: skip
 
 
 def _kept(lease: Lease) -> bool:

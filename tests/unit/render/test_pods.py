@@ -103,8 +103,11 @@ def test_identities_go_to_pods_that_need_them_only() -> None:
     use = "azure.workload.identity/use"
     assert {n: p.service_account.rpartition("-")[2] for n, p in found.items()} == {
         "frontend": "weights", "prefill": "serving", "decode": "serving", "router": "runtime", "weights": "weights",
+        "sweeper": "serving",
     }  # fmt: skip
-    assert {n for n, p in found.items() if p.labels.get(use) == "true"} == {"frontend", "prefill", "decode", "weights"}
+    assert {n for n, p in found.items() if p.labels.get(use) == "true"} == {
+        "frontend", "prefill", "decode", "weights", "sweeper",
+    }  # fmt: skip
     assert all(
         s["podTemplate"]["spec"]["serviceAccountName"] for s in deployment(rendering.plan_of(GPU))["spec"]["components"]
     )
