@@ -1,6 +1,7 @@
 """what runs, in which state, and why not ready; which release is served; what the KV tiers hit, and why not
 
     dynamo status [--watch]
+    dynamo status --explain      what each worker believes of its tiers, what it predicted, what came of it, what choosing cost
 
 Exit 0 when every process is ready, 1 when one is not, or nothing runs.
 """
@@ -22,6 +23,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv import explain
 from components.common.loading.client import ServiceClient, ServiceGone
 from graphs.cli._common import add_state, live
+from graphs.cli._explain import explained, explanations
 from graphs.launch import control
 from graphs.launch.table import render
 from graphs.plan import Plan
@@ -32,6 +34,9 @@ ANSWER_S = 2.0  # to wait for a weight service
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_state(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="load or recompute: estimates, predicted, actual, regret"
+    )
     parser.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
 
 
@@ -41,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     def look() -> dict[str, Any]:
         now = control.ask(socket, {"op": "status"})
         plan = Path(now["run_dir"]) / "plan.json"
-        return now | {"served": served(plan), "kv": tiers(plan)}
+        more = {"cost": explanations(Plan.read(plan))} if args.explain else {}
+        return now | {"served": served(plan), "kv": tiers(plan)} | more
 
     snapshot = look()
     if args.json:
@@ -53,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
                 view.update(shown(look()), refresh=True)
     else:
         Console().print(shown(snapshot))
+        for name, found in snapshot.get("cost", {}).items():
+            Console().print(explained(name, found))
     return 0 if all_ready(snapshot) else 1
 
 
