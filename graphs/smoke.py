@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
+from graphs import output
 from graphs.launch import store
 from graphs.launch.http import ask
 from graphs.launch.session import Session
@@ -46,10 +47,10 @@ def smoke(session: Session, question: str, json_file: str | None) -> int:
         result.setdefault("failed", []).insert(0, e.as_json())
         result.setdefault("phases", session.supervisor.phases if session.supervisor else session.phases)
         result.setdefault("run_dir", str(session.supervisor.run_dir) if session.supervisor else "")
-        write(json_file, result)
+        output.write(json_file, result)
         raise
     if json_file:
-        write(json_file, result)
+        output.write(json_file, result)
     session.view.console.print(phase_table(result["phases"]))
     if json_file != "-":
         print(result["answer"], flush=True)
@@ -60,14 +61,6 @@ def smoke(session: Session, question: str, json_file: str | None) -> int:
             first["code"], first["what"], where=first["where"], why=first["why"], do=first["do"], failed=failed[1:]
         )
     return 0
-
-
-def write(json_file: str, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=1)
-    if json_file == "-":
-        print(text, flush=True)
-    else:
-        Path(json_file).write_text(text + "\n")
 
 
 async def _ask_and_prove(session: Session, question: str) -> dict[str, Any]:

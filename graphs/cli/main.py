@@ -16,6 +16,7 @@ import sys
 
 import graphs.cli
 from components.common.errors import DynamoBlobError, nearest
+from graphs import output
 
 NOT_VERBS = {"main"}
 
@@ -35,11 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("azure").addHandler(
         logging.NullHandler()
     )  # its errors come back as ours; its log only repeats them
+    output.begin()
     try:
         return _dispatch(argv)
     except DynamoBlobError as e:
         if wants_json and argv[0] in ("serve", "bench"):  # their --json names a file: somebody reads along here
             print(e, file=sys.stderr, flush=True)
+            if output.on_stdout():
+                return 1
         return _failed(e, wants_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -17,6 +17,7 @@ import shlex
 from pathlib import Path
 
 from components.common.errors import DynamoBlobError
+from graphs import output
 from graphs.compile import compile_plan
 from graphs.env import PASSED
 from graphs.launch import runs
@@ -78,7 +79,7 @@ async def _serve(session: Session, json_file: str | None) -> None:
         )
         if json_file:
             try:
-                emit(json_file, {**session.supervisor.snapshot(), "phases": session.supervisor.phases})
+                output.write(json_file, {**session.supervisor.snapshot(), "phases": session.supervisor.phases})
             except DynamoBlobError as e:  # the graph serves all the same
                 session.view.say(str(e))
 
@@ -103,17 +104,6 @@ def writable(file: str) -> None:
         raise DynamoBlobError("CLI-WRITE", "the JSON file cannot be written", where=file, why=str(e.strerror)) from None
 
 
-def emit(file: str, value: object) -> None:
-    text = json.dumps(value, indent=1)
-    if file == "-":
-        print(text, flush=True)
-        return
-    try:
-        Path(file).write_text(text + "\n")
-    except OSError as e:
-        raise DynamoBlobError("CLI-WRITE", "the JSON file cannot be written", where=file, why=str(e.strerror)) from None
-
-
 def dry_run(args: argparse.Namespace, state: Path) -> int:
     """Every process as it would run. The release's digests are filled in when this store knows them."""
     from graphs.launch import store
@@ -125,7 +115,7 @@ def dry_run(args: argparse.Namespace, state: Path) -> int:
         site = Site(run=site.run, state=state, release=release)
     plan = compile_plan(graph, site)
     if args.json:
-        emit(args.json, plan.model_dump(mode="json"))
+        output.write(args.json, plan.model_dump(mode="json"))
     else:
         print(as_shell(plan))
     return 0

@@ -24,11 +24,12 @@ class Stat(NamedTuple):
 
 def stat(pid: int) -> Stat | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
     except OSError:
         return None
-    rest = text.rpartition(")")[2].split()
-    return Stat(pid, int(rest[1]), int(rest[3]), rest[0], int(rest[19]))
+    rest = text.rpartition(b")")[2].split()
+    return Stat(pid, int(rest[1]), int(rest[3]), rest[0].decode(), int(rest[19]))
 
 
 def alive(pid: int, start: int) -> bool:
@@ -71,7 +72,14 @@ def _marked(pid: int, run_dir: Path) -> bool:
 
 
 def session_members(session: int) -> list[int]:
-    return [p for p in pids() if (s := stat(p)) is not None and s.session == session and s.state not in "ZX"]
+    return [p for p in pids() if _in_session(p, session) and (s := stat(p)) is not None and s.state not in "ZX"]
+
+
+def _in_session(pid: int, session: int) -> bool:
+    try:
+        return os.getsid(pid) == session  # a thirtieth of reading /proc/PID/stat
+    except OSError:
+        return False
 
 
 def kill_all(found: Iterable[Stat], sig: int) -> None:

@@ -1,11 +1,15 @@
 """A launcher of stub processes: what the launcher's fault tests run and kill.
 
-python -m tests.faults.launcher_stub STATE PLAN.json
+python -m tests.faults.launcher_stub STATE PLAN.json [SESSIONS]
+
+Prints "READY run-directory" when a graph is ready, "CLOSED open-descriptors" after its end; SESSIONS graphs one after
+the other (1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,4 +78,6 @@ def launch(state: str, plan: str) -> None:
 
 
 if __name__ == "__main__":
-    launch(*sys.argv[1:3])
+    for _ in range(int((sys.argv[3:] or ["1"])[0])):
+        launch(*sys.argv[1:3])
+        print("CLOSED", len(os.listdir("/proc/self/fd")), flush=True)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +309,16 @@ def test_logs_prints_as_many_lines_as_asked_for(tmp_path: Path, capsys: pytest.C
         assert main(["logs", "--state", str(tmp_path), "--lines", str(lines), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"decode-0": shown}
     assert verb(capsys, "logs", "--state", str(tmp_path), "--lines", "-5")["code"] == "CLI-ARGUMENT"
+
+
+@pytest.mark.parametrize("smoke", [(), ("--smoke", "hello")])
+def test_a_start_that_fails_prints_one_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], smoke: tuple[str, ...]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"components.frontend.listen=127.0.0.1:{taken.getsockname()[1]}"
+        code = main(["serve", MOCK, "--quiet", "--state", str(tmp_path), "--set", listen, "--json", "-", *smoke])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert code == 1 and (found["failed"][0] if smoke else found["error"])["code"] == "LAUNCH-PORT-TAKEN"
+    assert err.startswith("LAUNCH-PORT-TAKEN: ")

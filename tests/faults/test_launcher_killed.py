@@ -35,11 +35,11 @@ def port() -> int:
         return int(s.getsockname()[1])
 
 
-def start(state: Path, plan: Plan) -> subprocess.Popen[str]:
+def start(state: Path, plan: Plan, sessions: int = 1) -> subprocess.Popen[str]:
     file = state.parent / "plan.json"
     file.write_text(plan.model_dump_json())
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.launcher_stub", str(state), str(file)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", "tests.faults.launcher_stub", str(state), str(file), str(sessions)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -134,14 +134,22 @@ def test_a_users_shell_in_the_run_directory_is_left_alone(state: Path, port: int
 
 
 def test_twenty_cycles_leave_nothing(state: Path, port: int) -> None:
+    """Three launchers of one graph, one launcher of seventeen: what a launcher itself would gather shows in the latter."""
     before_shm, before_fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
-    for cycle in range(20):
-        launcher = start(state, plan(port, "--helper", "--shm", f"dynamo-blob-test-{os.getpid()}-cycle"))
-        ready(launcher)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(30) == 0, cycle
+    own: list[int] = []
+    for sessions in (1, 1, 1, 17):
+        launcher = start(state, plan(port, "--helper", "--shm", f"dynamo-blob-test-{os.getpid()}-cycle"), sessions)
         assert launcher.stdout is not None
+        own.clear()
+        for _ in range(sessions):
+            ready(launcher)
+            launcher.send_signal(signal.SIGTERM)
+            closed = launcher.stdout.readline()
+            assert closed.startswith("CLOSED"), closed + launcher.stdout.read()
+            own.append(int(closed.split()[1]))
+        assert launcher.wait(30) == 0
         launcher.stdout.close()
+    assert len(set(own[1:])) == 1, "the launcher's descriptors"
     every = runs.all_runs(state)
     assert len(every) == 20 and all(r.closed for r in every)
     assert [m for r in every for m in proc.members(r.path, r.sessions)] == []
