@@ -33,7 +33,7 @@ from components.weights.wire import PullFailed, Wire
 log = logging.getLogger("dynamo_blob.weights")
 
 Answer = Literal["ready", "busy", "free"]
-_ASK_SHARE = 0.1  # of the deadline of a range: how long a peer may take to answer a claim
+_ASK_SHARE = 0.3  # of the deadline of a range: how long a peer may take to answer a claim
 _ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
 _MARK_S = 30.0  # a peer that stalled
 _CLAIM_S = 60.0  # a claim not turned into a verified range is forgotten
