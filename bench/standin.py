@@ -1,6 +1,6 @@
 """A fast stand-in for Azure Blob: one directory tree, thread per connection, sendfile.
 
-    python -m bench.standin PORT ROOT
+    python -m bench.standin PORT ROOT [BYTES_PER_SECOND]       all answers together no faster than this
 
 It serves ROOT/<container>/<blob> for GET, HEAD and PUT with what clients need: `x-ms-range` before
 `Range`, `100 Continue`, ETag, Content-Range, the x-ms-* headers that NIXL and the SDK ask for. No
@@ -15,10 +15,12 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
+_TURN = 1 << 18  # bytes that go at once when the rate is bounded
 _DATE = "Sun, 29 Nov 2026 14:00:00 GMT"
 _COMMON = (
     f"x-ms-blob-type: BlockBlob\r\nAccept-Ranges: bytes\r\nContent-Type: application/octet-stream\r\nx-ms-version: 2025-07-05\r\n"
@@ -30,8 +32,10 @@ _COMMON = (
 class StandIn:
     """`served`: body bytes sent, by ``container/blob``. `account` is the first path segment, dropped when present."""
 
-    def __init__(self, root: Path | str, port: int = 0, account: str = "standin") -> None:
+    def __init__(self, root: Path | str, port: int = 0, account: str = "standin", rate: float = 0.0) -> None:
         self.root, self.account = Path(root), account
+        self.rate = rate  # bytes per second of all answers together; 0 = as fast as it goes
+        self._paid = 0.0  # until when the link is busy
         self.served: Counter[str] = Counter()
         self.requests = 0
         self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
@@ -142,13 +146,26 @@ class StandIn:
             self.served[name] += end - begin
         try:
             while begin < end:
-                sent = os.sendfile(connection.fileno(), fd, begin, end - begin)
+                sent = os.sendfile(connection.fileno(), fd, begin, self._turn(end - begin))
                 if sent == 0:
                     raise OSError("the file shrank")
                 begin += sent
         finally:
             with self._lock:
                 self.served[name] -= end - begin
+
+    def _turn(self, nbytes: int) -> int:
+        """How many bytes may go now; with a rate, waits for their turn on the link."""
+        if not self.rate:
+            return nbytes
+        nbytes = min(nbytes, _TURN)
+        with self._lock:
+            now = time.monotonic()
+            self._paid = max(self._paid, now - _TURN / self.rate) + nbytes / self.rate
+            wait = self._paid - now
+        if wait > 0:
+            time.sleep(wait)
+        return nbytes
 
     def _put(self, connection: socket.socket, name: str, fields: dict[str, str], buffer: bytes) -> bytes:
         if fields.get("expect"):
@@ -175,10 +192,10 @@ class StandIn:
 
 
 def main() -> int:
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4):
         print(__doc__, file=sys.stderr)
         return 2
-    StandIn(sys.argv[2], int(sys.argv[1])).run()
+    StandIn(sys.argv[2], int(sys.argv[1]), rate=float(sys.argv[3]) if len(sys.argv) == 4 else 0.0).run()
     return 0
 
 

@@ -1,7 +1,8 @@
 """Weights into an engine's parameters: ours against SDK downloads, with and without node cache and peers.
 
 Variants (see docs/weights.md): sdk1, sdk8 (SDK download to disk, then safetensors' own loader), blob_cold,
-blob_cold_noverify, service_cold, node_cache, peer; ceilings ceiling_recv, ceiling_memcpy, ceiling_nixl.
+blob_cold_noverify, service_cold, node_cache, node_cache_noverify, peer; ceilings ceiling_recv, ceiling_memcpy, ceiling_nixl,
+and the same with what no verified load can do without, digest and copy: ceiling_verified_recv, ceiling_verified_memcpy.
 Every variant copies each tensor into preallocated parameters, as vLLM's loaders do. Bytes from Blob are the server's
 own count: the stand-in's, or Azurite's access log.
 """
@@ -22,9 +23,15 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS = 5
-LOADS = ("ceiling_recv", "ceiling_memcpy", "blob_cold", "blob_cold_noverify", "sdk1", "sdk8", "node_cache")
-SERVED = ("service_cold", "peer")
-"""Through a weight service that starts with an empty cache."""
+LOADS = (
+    "ceiling_recv", "ceiling_verified_recv", "ceiling_memcpy", "ceiling_verified_memcpy", "blob_cold", "blob_cold_noverify", "sdk1", "sdk8",
+    "node_cache", "node_cache_noverify",
+)  # fmt: skip
+LINK = ("ceiling_recv", "blob_cold", "blob_cold_noverify", "sdk1")
+"""Where the server is the limit."""
+LINK_RATE = 150e6
+SERVED = ("service_cold", "peer", "ceiling_nixl")
+"""With processes of their own, started for each sample."""
 UNITS = (
     ("seconds", "s"), ("cpu_s_per_gb", "s/GB"), ("peak_mib", "MiB"), ("gb_per_s", "GB/s"), ("bytes_from_blob", "bytes")
 )  # fmt: skip
@@ -41,19 +48,31 @@ def bench(report: Any, quick: bool) -> None:
     report.note("runai: not run here, it needs https and a CA in the system bundle; modelexpress: pins protobuf < 7")
     work = Path(tempfile.mkdtemp(prefix="db-weights-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
-        gigabytes = 0.5 if quick else 4.0
+        gigabytes, few = (0.5, 3) if quick else (4.0, ROUNDS)
         source, store = work / "model", work / "store"
         manifest = make_release(store, SAMPLE, model="bench")
         with stand_in(store) as (url, served):
-            _cell(report, "sample, stand-in", work, url, served, manifest)
+            _cell(report, "sample, stand-in", work, url, served, manifest, served_rounds=few)
         with azurite(work, store) as (config, served):
-            _cell(report, "sample, azurite", work, config.url, served, manifest, account=config)
+            _cell(report, "sample, azurite", work, config.url, served, manifest, account=config, served_rounds=few)
         shutil.rmtree(store)
         generate(source, int(gigabytes * 1e9), 8)
         manifest = make_release(store, source, model="bench")
         shutil.rmtree(source)
         with stand_in(store) as (url, served):
-            _cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest)
+            _cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest, served_rounds=few)
+        if quick:
+            with stand_in(store, LINK_RATE) as (url, served):
+                _cell(
+                    report,
+                    f"{gigabytes:g} GB, link of {LINK_RATE / 1e6:.0f} MB/s",
+                    work,
+                    url,
+                    served,
+                    manifest,
+                    only=LINK,
+                    rounds=3,
+                )
         _verdict(report)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -83,8 +102,9 @@ class Child:
 
 
 def _cell(
-    report: Any, cell: str, work: Path, url: str, served: Callable[[], int], manifest: Any, account: Any = None
-) -> None:
+    report: Any, cell: str, work: Path, url: str, served: Callable[[], int], manifest: Any, account: Any = None,
+    only: tuple[str, ...] = (), rounds: int = ROUNDS, served_rounds: int = ROUNDS,
+) -> None:  # fmt: skip
     from tests.faults.releases import weights_config
     from tests.faults.services import ServiceProcess
 
@@ -98,13 +118,16 @@ def _cell(
     child = Child()
     with ServiceProcess(work / "s", config, "warm", peers=names, **cache("warm")).start(120) as service:
         try:
-            child.load("blob_cold", config.model_copy(update={"service": service.socket}))  # fills it once
-            variants = [*LOADS, *SERVED, "ceiling_nixl"]
-            for round_ in range(ROUNDS):
+            if not only:
+                child.load("blob_cold", config.model_copy(update={"service": service.socket}))  # fills it once
+            for round_ in range(rounds):
+                variants = [*only] or [*LOADS, *(SERVED if round_ < served_rounds else ())]
                 turn = round_ % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
                     before = served()
-                    if variant in SERVED:
+                    if variant == "ceiling_nixl":
+                        result = _nixl(nbytes)
+                    elif variant in SERVED:
                         peers = names if variant == "peer" else ()
                         with ServiceProcess(work / "s", config, "near", peers=peers, **cache("near")).start(
                             120
@@ -113,12 +136,9 @@ def _cell(
                                 _wire_ready(other)
                             result = child.load(variant, config.model_copy(update={"service": other.socket}))
                         _remove(work / "near")
-                    elif variant == "ceiling_nixl":
-                        result = _nixl(nbytes)
                     else:
-                        used = (
-                            config.model_copy(update={"service": service.socket}) if variant == "node_cache" else config
-                        )
+                        cached = variant.startswith("node_cache")
+                        used = config.model_copy(update={"service": service.socket}) if cached else config
                         result = child.load(variant, used)
                     result["bytes_from_blob"] = served() - before
                     for key, unit in UNITS:
@@ -153,22 +173,30 @@ def _nixl(nbytes: int) -> dict[str, Any]:
 def _verdict(report: Any) -> None:
     from statistics import median
 
-    cells = sorted({r["cell"].partition(": ")[0] for r in report.rows})
-    for cell in cells:
-        rate = {
-            v: median(x["value"] for x in report.rows if x["cell"] == f"{cell}: gb_per_s" and x["variant"] == v)
-            for v in (*LOADS, *SERVED, "ceiling_nixl")
-        }
-        blob = {
-            v: max(x["value"] for x in report.rows if x["cell"] == f"{cell}: bytes_from_blob" and x["variant"] == v)
-            for v in ("node_cache", "peer")
-        }
-        report.note(
-            f"{cell}: blob_cold {rate['blob_cold'] / rate['ceiling_recv']:.2f} of ceiling_recv (goal 0.85 on the stand-in), verification costs "
-            f"{1 - rate['blob_cold'] / rate['blob_cold_noverify']:.0%}; node_cache {rate['node_cache'] / rate['ceiling_memcpy']:.2f} of ceiling_memcpy "
-            f"(goal 0.8), {blob['node_cache']:.0f} bytes from Blob; peer {rate['peer'] / rate['ceiling_nixl']:.2f} of ceiling_nixl (goal 0.8), "
-            f"{blob['peer']:.0f} bytes from Blob; blob_cold {rate['blob_cold'] / rate['sdk1']:.1f}x sdk1, {rate['blob_cold'] / rate['sdk8']:.1f}x sdk8"
-        )
+    for cell in sorted({r["cell"].partition(": ")[0] for r in report.rows}):
+        found: dict[tuple[str, str], list[float]] = {}
+        for r in report.rows:
+            at, _, key = r["cell"].partition(": ")
+            if at == cell:
+                found.setdefault((key, r["variant"]), []).append(r["value"])
+        rate = {v: median(x) for (key, v), x in found.items() if key == "gb_per_s"}
+        cpu = {v: median(x) for (key, v), x in found.items() if key == "cpu_s_per_gb"}
+        blob = {v: max(x) for (key, v), x in found.items() if key == "bytes_from_blob"}
+
+        def of(variant: str, ceiling: str, goal: str = "", rate: dict[str, float] = rate) -> str:
+            if variant not in rate or ceiling not in rate:
+                return ""
+            return f"{variant} {rate[variant] / rate[ceiling]:.2f} of {ceiling}{f' (goal {goal})' if goal else ''}"
+
+        said = [
+            of("blob_cold", "ceiling_recv", "0.85 on the stand-in"), of("blob_cold", "ceiling_verified_recv"),
+            f"verification costs {1 - rate['blob_cold'] / rate['blob_cold_noverify']:.0%} of the rate",
+            of("node_cache", "ceiling_memcpy", "0.8"), of("node_cache", "ceiling_verified_memcpy"), of("node_cache_noverify", "ceiling_memcpy"),
+            of("peer", "ceiling_nixl", "0.8"), *[f"{v}: {blob[v]:.0f} bytes from Blob" for v in ("node_cache", "peer") if v in blob],
+            *[f"blob_cold {rate['blob_cold'] / rate[v]:.1f}x {v}" for v in ("sdk1", "sdk8") if v in rate],
+            "CPU s/GB: " + ", ".join(f"{v} {c:.2f}" for v, c in cpu.items()),
+        ]  # fmt: skip
+        report.note(f"{cell}: " + "; ".join(x for x in said if x))
 
 
 def generate(directory: Path, nbytes: int, shards: int) -> None:
@@ -190,14 +218,14 @@ def generate(directory: Path, nbytes: int, shards: int) -> None:
 
 
 @contextlib.contextmanager
-def stand_in(root: Path) -> Iterator[tuple[str, Callable[[], int]]]:
+def stand_in(root: Path, rate: float = 0.0) -> Iterator[tuple[str, Callable[[], int]]]:
     """The stand-in as a process of its own; yields its account URL and how many body bytes of objects it has sent."""
     import socket
     import urllib.request
 
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "bench.standin", str(port), str(root)])
+    process = subprocess.Popen([sys.executable, "-m", "bench.standin", str(port), str(root), str(rate)])
     try:
         end = time.monotonic() + 30
         while True:

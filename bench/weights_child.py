@@ -54,18 +54,25 @@ def measured(variant: str, config: WeightsConfig) -> dict[str, float]:
 
     Path("/proc/self/clear_refs").write_text("5")
     found = resolve(config, Report())
-    parameters = {
-        t.name: torch.empty(t.shape, dtype=getattr(torch, _TORCH[t.dtype])).fill_(0) for t in found.manifest.tensors
-    }
     files = weight_files(found.manifest)
     nbytes = sum(f.size for f in files)
-    ceilings = {"ceiling_recv": _receive, "ceiling_memcpy": _memcpy, "sdk1": _sdk, "sdk8": _sdk}
+    ceilings = {
+        "ceiling_recv": _receive, "ceiling_verified_recv": _receive, "ceiling_memcpy": _memcpy, "ceiling_verified_memcpy": _receive,
+        "sdk1": _sdk, "sdk8": _sdk,
+    }  # fmt: skip
     buffer = _touched(nbytes) if variant.startswith("ceiling") else None
+    parameters: Any = None
+    if "verified" in variant:
+        parameters = _touched(nbytes)
+    else:
+        parameters = {
+            t.name: torch.empty(t.shape, dtype=getattr(torch, _TORCH[t.dtype])).fill_(0) for t in found.manifest.tensors
+        }
     cpu, began = time.process_time(), time.perf_counter()
     if variant in ceilings:
         ceilings[variant](variant, config, found, files, parameters, buffer)
     else:
-        for name, tensor in Session(config, found, Report(), verify=variant != "blob_cold_noverify").tensors():
+        for name, tensor in Session(config, found, Report(), verify=not variant.endswith("_noverify")).tensors():
             parameters[name].copy_(tensor)
     seconds, used = time.perf_counter() - began, time.process_time() - cpu
     peak = next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
@@ -86,8 +93,15 @@ def _touched(nbytes: int) -> Any:
 
 
 def _receive(variant: str, config: Any, found: Any, files: Any, parameters: Any, buffer: Any) -> None:
-    """Only recv_into of the same ranges over as many connections as blob_cold may use; no digest, no tensors."""
+    """Only recv_into of the same ranges over as many connections as blob_cold may use; no digest, no tensors.
+
+    "verified": what no verified load can do without: the digest of what arrived (or lies there) and the copy into
+    parameters, by as many threads, all of it in memory that is there already.
+    """
+    from blake3 import blake3
+
     jobs, at = [], 0
+    verified, receive = "verified" in variant, variant.endswith("recv")
     for f in files:
         for i in range(len(f.ranges)):
             begin, end = i * found.manifest.range_bytes, min(f.size, (i + 1) * found.manifest.range_bytes)
@@ -102,7 +116,15 @@ def _receive(variant: str, config: Any, found: Any, files: Any, parameters: Any,
             if job is None:
                 return
             blob, begin, where, count = job
-            found.reader.read_into(config.release.container, blob, begin, buffer[where : where + count].data)
+            view, hasher = buffer[where : where + count], blake3()
+            if receive:
+                on_bytes = hasher.update if verified else None
+                found.reader.read_into(config.release.container, blob, begin, view.data, on_bytes=on_bytes)
+            else:
+                hasher.update(view.data)
+            if verified:
+                hasher.digest()
+                parameters[where : where + count] = view
 
     threads = [threading.Thread(target=work) for _ in range(config.range_in_flight)]
     for t in threads:
