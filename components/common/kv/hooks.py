@@ -4,6 +4,7 @@ A policy is a class named by `KvTiersConfig.policy` = {"class": ..., "module": .
 
     plan(RequestInfo) -> Plan                      asked once per request, on the scheduler thread: arithmetic only
     seconds_saved(end_tokens, chunk_tokens) -> float   optional: worth of one stored chunk, for retention
+    account() -> {counter: total}                      optional: predicted, actual and regret, for metrics
     load_deadline(request, default_s) -> float         optional: seconds a promotion for this request may take
     note_load(request, tier, nbytes, arrived, seconds, queued)   optional: a measured promotion; bytes, queued = asked before it
 """
@@ -79,6 +80,11 @@ def current() -> Any:
 def seconds_saved(end_tokens: int, chunk_tokens: int) -> float:
     worth = getattr(_current, "seconds_saved", None)
     return float(worth(end_tokens, chunk_tokens)) if worth else 0.0
+
+
+def account() -> dict[str, float]:
+    told = getattr(_current, "account", None)
+    return dict(told()) if told else {}
 
 
 def load_deadline(request: str, default_s: float) -> float:

@@ -36,6 +36,14 @@ _COUNTERS = {
     "late_ended_total": "overdue transfers that ended after all",
     "throttled_total": "small requests of the tier that the account answered 429 or 503, retries included",
     "control_failures_total": "small requests of the tier (index, purge generations) that failed for good",
+    "cost_requests_total": "requests that the cost model decided, load or recompute",
+    "cost_loads_total": "of them, those that loaded",
+    "cost_predicted_seconds_total": "seconds from decision to first token, as predicted",
+    "cost_actual_seconds_total": "seconds from decision to first token, as they were",
+    "cost_regret_seconds_total": "seconds by which the way taken was slower than the other was predicted",
+    "cost_explored_seconds_total": "predicted seconds given away in requests, to learn",
+    "cost_probed_seconds_total": "seconds of background reads, to learn",
+    "cost_missed_deadlines_total": "loads given up at their deadline",
 }
 
 

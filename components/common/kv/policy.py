@@ -77,6 +77,16 @@ class CostPolicy:
         start = max(end_tokens - chunk_tokens, 0)
         return self.policy.prefill.seconds(end_tokens - start, start)
 
+    def account(self) -> dict[str, float]:
+        """Totals for metrics, by the names of `metrics`."""
+        ledger = self.policy.ledger
+        return {
+            "cost_requests_total": ledger.requests, "cost_loads_total": ledger.loads, "cost_predicted_seconds_total": ledger.predicted_s,
+            "cost_actual_seconds_total": ledger.served_s, "cost_regret_seconds_total": ledger.regret_s,
+            "cost_explored_seconds_total": ledger.explored_s, "cost_probed_seconds_total": ledger.probed_s,
+            "cost_missed_deadlines_total": ledger.missed_deadlines,
+        }  # fmt: skip
+
     def load_deadline(self, request: str, default_s: float) -> float:
         """Seconds a promotion for this request may take."""
         return self.deadlines.get(request, default_s)

@@ -390,7 +390,9 @@ class DynamoBlobTier(SecondaryTierManager):
             return None
         self._stats_due = now + _STATS_S
         others = Counter(",".join(sorted(o.get("differs", {}))) for o in self._opened.others())
-        return self._stats.take(self._lookups.reasons, self.counts, self._mover, self._opened.stats(), others)
+        more = hooks.account() if self.store == "blob" or self.config.account is None else {}  # once a worker
+        totals = {**self._opened.stats(), **more}
+        return self._stats.take(self._lookups.reasons, self.counts, self._mover, totals, others)
 
     # ---- end
 
