@@ -83,7 +83,7 @@ class Catalogue:
         self._created, self._last_hit = array("I", zero * rows), array("I", zero * rows)
         self._hits, self._cls = array("H", bytes(2 * rows)), array("B", bytes(rows))
         self._saves, self._parent = array("f", zero * rows), array("Q", bytes(8 * rows))
-        self._turn, self._tag = array("B", bytes(rows)), array("B", bytes(rows))
+        self._turn = array("B", bytes(rows))
         self._top = 1  # slot 0 stays unused
         self._free: array[int] = array("I")
         self._count = 0
@@ -127,7 +127,7 @@ class Catalogue:
                 now = self.clock() if at is None else at
                 if self._reuse is not None:
                     idle = max(0.0, now - self._last_hit[slot])
-                    self._reuse.note_hit(self._cls[slot], self._hits[slot], self._tag[slot], idle, now)
+                    self._reuse.note_hit(self._cls[slot], self._hits[slot], self._turn[slot], idle, now)
                 self._last_hit[slot] = max(self._last_hit[slot], int(now))
                 self._hits[slot] = min(self._hits[slot] + 1, 65535)
                 self.counters["hits"] += 1
@@ -176,7 +176,7 @@ class Catalogue:
                 self._created[slot] = min(entry.created, _MAX_U32)
                 self._last_hit[slot] = min(max(entry.last_hit, entry.created), _MAX_U32)
                 self._hits[slot] = min(entry.hits, 65535)
-                self._saves[slot], self._parent[slot], self._tag[slot] = entry.saves, entry.parent, 0
+                self._saves[slot], self._parent[slot] = entry.saves, entry.parent
                 self._turn[slot] = min(entry.turn, 255) or self._turn_after(prefix, entry.parent)
                 self._link(slot, key, prefix)
                 self._count += 1
@@ -236,7 +236,6 @@ class Catalogue:
             self._saves,
             self._parent,
             self._turn,
-            self._tag,
         )
         parts: list[tuple[np.ndarray, ...]] = []
         for at in range(1, self._top, batch):
@@ -249,12 +248,6 @@ class Catalogue:
         return Columns.of(
             [np.concatenate(p) for p in zip(*parts, strict=True)], tuple(self._prefixes), tuple(self._classes)
         )
-
-    def retag(self, rows: Columns, tags: np.ndarray) -> Columns:
-        """Remember what `retention.tags` made of each row, for the hits to come; `rows` with the tags in it."""
-        with self._lock:
-            np.frombuffer(self._tag, np.uint8)[rows.slot] = tags
-        return rows._replace(tag=tags.astype(np.int64))
 
     def prefixes(self) -> dict[str, int]:
         """{``<tenant>/<namespace>``: objects}."""
@@ -292,8 +285,6 @@ class Catalogue:
             self._cls,
             self._saves,
             self._parent,
-            self._turn,
-            self._tag,
         )
         return len(self._keys) + sum(a.itemsize * len(a) for a in arrays)
 

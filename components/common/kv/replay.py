@@ -31,7 +31,6 @@ from components.common.kv.retention import (
     ReuseModel,
     Worth,
     chain_rank,
-    tags,
     value_per_byte,
     verdict,
 )
@@ -173,7 +172,6 @@ def replay(
         held += catalogue.bytes * (at - before)
         rows = catalogue.columns()
         if model is not None:
-            rows = catalogue.retag(rows, tags(rows, rows.parent_rows()))
             model.expose(rows, at, before)
         doomed = verdict(rows, classes, policy, at, total_bytes=budget_bytes)
         for i, reason in zip(doomed.rows.tolist(), doomed.reasons, strict=True):

@@ -1,16 +1,13 @@
 """What a byte in Blob is worth: expected seconds saved per byte-hour, and what to give up first.
 
 An object's worth is (seconds one hit saves ÷ bytes) × how soon and how likely the next hit is. The
-second factor is learned: hits and exposure (object-seconds without a hit) give a hazard curve over idle age
-by class, number of earlier hits, and what the object's conversation last did (`tags`: how many turns it had,
-how many chunks the last turn added: on the public trace one that added 16 chunks comes back half as often as
-one that added one, one of eight turns twice as often as one of one). Factors of a log-linear rate, so that
-each is learned from all the evidence. Its index at idle age a is
+second factor is learned: hits and exposure (object-seconds without a hit) per class, number of earlier
+hits and idle age give a hazard curve; its index at idle age a is
 
     max over horizons H of  P(hit within H | idle a) ÷ E[seconds held until hit or H | idle a]
 
 (the Gittins index of a reuse time; hit density in the caching literature). Groups with little evidence
-shrink to the product of their factors, and that to a hazard falling with age, which orders exactly as LRU does.
+shrink to the average of all, and that to a hazard falling with age, which orders exactly as LRU does.
 
 Chains: chunk k is of no use without chunks 0..k-1, so a chunk is worth at least what its best descendant is.
 """
@@ -34,19 +31,9 @@ EDGES: F64 = np.array([1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 _EDGES: list[float] = EDGES.tolist()
 _WIDTH: F64 = np.diff(np.concatenate([[0.0], EDGES, [2 * EDGES[-1]]]))
 _MIDDLE: F64 = np.concatenate([[0.5], (EDGES[:-1] + EDGES[1:]) / 2, [1.5 * EDGES[-1]]])
-HIT_GROUPS, TURN_GROUPS = 6, 6
-TURNS = np.array([1, 2, 3, 4, 6])
-"""Borders of the groups by turns of the conversation so far."""
-ADDED = np.array([2, 3, 5, 9, 17, 33])
-"""Borders of the groups by chunks that the last turn added."""
-_TOGETHER_S = 10
-"""Seconds within which the puts of one request become visible."""
-TAGS = 1 + TURN_GROUPS * (len(ADDED) + 1)
+HIT_GROUPS, TURN_GROUPS = 5, 2
 _PRIOR_OBJECTS = 50.0
 """Objects' worth of evidence that the prior weighs: fewer observations than this hardly move the index."""
-_ROUNDS = 4
-_FACTOR_HITS = 100.0
-"""Hits' worth of evidence against a factor that differs from 1."""
 
 
 class Columns(NamedTuple):
@@ -63,23 +50,22 @@ class Columns(NamedTuple):
     saves: F64
     parent: NDArray[np.uint64]
     turn: I64
-    tag: I64
     prefixes: tuple[str, ...]
     classes: tuple[str, ...]
 
     @classmethod
     def empty(cls, prefixes: tuple[str, ...] = (), classes: tuple[str, ...] = ()) -> Columns:
         i, f = np.zeros(0, np.int64), np.zeros(0)
-        return cls(i, np.zeros((0, 32), np.uint8), i, f, f, f, i, i, f, np.zeros(0, np.uint64), i, i, prefixes, classes)
+        return cls(i, np.zeros((0, 32), np.uint8), i, f, f, f, i, i, f, np.zeros(0, np.uint64), i, prefixes, classes)
 
     @classmethod
     def of(cls, raw: list[NDArray[Any]], prefixes: tuple[str, ...], classes: tuple[str, ...]) -> Columns:
         """From arrays in the order of the fields, of any number type."""
         i, f = np.int64, np.float64
-        slot, key, prefix, nbytes, created, last, hits, cls_, saves, parent, turn, tag = raw
+        slot, key, prefix, nbytes, created, last, hits, cls_, saves, parent, turn = raw
         return cls(
             slot.astype(i), key, prefix.astype(i), nbytes.astype(f), created.astype(f), last.astype(f), hits.astype(i),
-            cls_.astype(i), saves.astype(f), parent.astype(np.uint64), turn.astype(i), tag.astype(i), prefixes, classes,
+            cls_.astype(i), saves.astype(f), parent.astype(np.uint64), turn.astype(i), prefixes, classes,
         )  # fmt: skip
 
     def name(self, i: int) -> str:
@@ -107,27 +93,28 @@ class Verdict(NamedTuple):
 
 
 class ReuseModel:
-    """Hazard of the next hit by (class, earlier hits, tag, idle age), learned online.
+    """Hazard of the next hit by (class, earlier hits, idle age), learned online.
 
-    Old evidence halves every `half_life_s`.
+    Groups: retention class, hits so far (0 .. 4+), first turn or later. Old evidence halves every `half_life_s`.
     """
 
     def __init__(self, classes: int = 8, half_life_s: float = 7 * 86400) -> None:
-        self._shape = (classes, HIT_GROUPS, TAGS)
-        self._groups = classes * HIT_GROUPS * TAGS
+        self._groups = classes * HIT_GROUPS * TURN_GROUPS
         self._hits: F64 = np.zeros((self._groups, len(_WIDTH)))
         self._exposed: F64 = np.zeros((self._groups, len(_WIDTH)))
         self._half_life_s, self._exposed_to = half_life_s, 0.0
         self._table: F64 | None = None
 
     def group(self, rows: Columns) -> I64:
-        cls, hits = np.minimum(rows.cls, self._shape[0] - 1), np.minimum(rows.hits, HIT_GROUPS - 1)
-        return np.asarray((cls * HIT_GROUPS + hits) * TAGS + rows.tag, dtype=np.int64)
+        at = (rows.cls * HIT_GROUPS + np.minimum(rows.hits, HIT_GROUPS - 1)) * TURN_GROUPS + np.minimum(
+            rows.turn, TURN_GROUPS - 1
+        )
+        return np.asarray(np.minimum(at, self._groups - 1), dtype=np.int64)
 
-    def note_hit(self, cls: int, earlier_hits: int, tag: int, idle_s: float, at: float) -> None:
+    def note_hit(self, cls: int, earlier_hits: int, turn: int, idle_s: float, at: float) -> None:
         """One hit, `at` seconds, on an object that had `earlier_hits` before and was idle for `idle_s` seconds."""
-        row = (min(cls, self._shape[0] - 1) * HIT_GROUPS + min(earlier_hits, HIT_GROUPS - 1)) * TAGS + tag
-        last = bisect_right(_EDGES, idle_s)
+        row = (cls * HIT_GROUPS + min(earlier_hits, HIT_GROUPS - 1)) * TURN_GROUPS + min(turn, TURN_GROUPS - 1)
+        row, last = min(row, self._groups - 1), bisect_right(_EDGES, idle_s)
         self._hits[row, last] += 1
         begin = max(0.0, self._exposed_to - (at - idle_s))  # idle time that no sweep has counted yet
         for bucket in range(bisect_right(_EDGES, begin), last + 1):
@@ -156,40 +143,26 @@ class ReuseModel:
         weight = _PRIOR_OBJECTS * np.clip(_WIDTH, 30, 600)
         falling = 0.2 / (_MIDDLE + 30)
         everyone = (self._hits.sum(0) + falling * weight) / (self._exposed.sum(0) + weight)
-        prior = everyone * self._factors(everyone)[:, None]
-        return np.asarray((self._hits + prior * weight) / (self._exposed + weight))
+        # before there is evidence, what was hit more often is expected sooner
+        hits = (np.arange(self._groups) // TURN_GROUPS) % HIT_GROUPS
+        prior = everyone * (1 + hits)[:, None] * weight
+        return np.asarray((self._hits + prior) / (self._exposed + weight))
 
-    def _factors(self, everyone: F64) -> F64:
-        """(groups): how much more often than everyone, as a product over class, hits and tag (proportional fitting).
-
-        Before there is evidence, what was hit more often is expected sooner.
-        """
-        hits = self._hits.sum(1).reshape(self._shape)
-        expected = (self._exposed * everyone).sum(1).reshape(self._shape)
-        out = np.ones(self._shape)
-        for axis in range(3):
-            start = 1.0 + np.arange(HIT_GROUPS) if axis == 1 else np.ones(self._shape[axis])
-            out = out * start.reshape([-1 if a == axis else 1 for a in range(3)])
-        for _ in range(_ROUNDS):
-            for axis in range(3):
-                others = tuple(a for a in range(3) if a != axis)
-                seen, due = hits.sum(others), (expected * out).sum(others)
-                scale = (seen + _FACTOR_HITS) / (due + _FACTOR_HITS)
-                out = out * scale.reshape([-1 if a == axis else 1 for a in range(3)])
-        return np.asarray(out.ravel())
-
-    def index(self, groups: I64) -> F64:
-        """(len(groups), buckets): best hit density over horizons, per second of holding one object of each group."""
+    def index(self) -> F64:
+        """(groups, buckets): best hit density over horizons, per second of holding one object."""
         if self._table is None:
-            self._table = self.hazard()
-        hazard = self._table[groups]
-        leave = 1 - np.exp(-hazard * _WIDTH)
-        table = np.zeros_like(hazard)
-        for a in range(hazard.shape[1]):
-            stay = np.concatenate([np.ones((len(hazard), 1)), 1 - leave[:, a:-1]], axis=1)
-            left = np.cumprod(stay, axis=1) * leave[:, a:]
-            table[:, a] = (np.cumsum(left, axis=1) / np.cumsum(left / hazard[:, a:], axis=1)).max(axis=1)
-        return table
+            hazard = self.hazard()
+            leave = 1 - np.exp(-hazard * _WIDTH)
+            table = np.zeros_like(hazard)
+            for a in range(hazard.shape[1]):
+                alive = np.cumprod(np.concatenate([np.ones((len(hazard), 1)), 1 - leave[:, a:]], axis=1), axis=1)[
+                    :, :-1
+                ]
+                gain = np.cumsum(alive * leave[:, a:], axis=1)
+                held = np.cumsum(alive * leave[:, a:] / hazard[:, a:], axis=1)
+                table[:, a] = (gain / held).max(axis=1)
+            self._table = table
+        return self._table
 
 
 class Worth:
@@ -201,8 +174,7 @@ class Worth:
         self.model = model or ReuseModel()
 
     def rank(self, rows: Columns, now: float) -> F64:
-        groups, at = np.unique(self.model.group(rows), return_inverse=True)
-        density = self.model.index(groups)[at, np.searchsorted(EDGES, now - rows.last_hit, side="right")]
+        density = self.model.index()[self.model.group(rows), np.searchsorted(EDGES, now - rows.last_hit, side="right")]
         per_byte = value_per_byte(rows)
         return chain_rank(density * per_byte, rows.parent_rows())
 
@@ -223,30 +195,6 @@ class OldestFirst:
 
     def rank(self, rows: Columns, now: float) -> F64:
         return chain_rank(rows.created.copy(), rows.parent_rows())
-
-
-def tags(rows: Columns, parent: I64) -> I64:
-    """What each row's conversation last did, as a number below TAGS: turns so far and chunks added by the last turn.
-
-    The conversation of a row is the youngest chain through it. 0 = unknown (a row that no sweep has seen yet).
-    """
-    n = len(rows.slot)
-    if not n:
-        return np.zeros(0, np.int64)
-    # segments: runs of one turn along a chain, put together by one request
-    together = np.abs(rows.created - rows.created[parent]) <= _TOGETHER_S
-    same = (parent >= 0) & (rows.turn[parent] == rows.turn) & together
-    root = np.where(same, parent, np.arange(n))
-    while (root[root] != root).any():
-        root = root[root]
-    added = np.bincount(root, minlength=n)[root]
-    # the youngest chain through each row: highest (last hit, depth) among its descendants
-    order = np.lexsort((depths(parent), rows.last_hit))
-    place = np.empty(n)
-    place[order] = np.arange(n)
-    tip = order[chain_rank(place, parent).astype(np.int64)]
-    turns, size = np.searchsorted(TURNS, rows.turn[tip], side="right"), np.searchsorted(ADDED, added[tip], side="right")
-    return np.asarray(1 + turns * (len(ADDED) + 1) + size, dtype=np.int64)
 
 
 def value_per_byte(rows: Columns) -> F64:

@@ -32,7 +32,7 @@ from components.common.kv.classes import Classes
 from components.common.kv.epochs import generation_of
 from components.common.kv.journal import JournalReader, snapshot
 from components.common.kv.keys import parse_name
-from components.common.kv.retention import Policy, ReuseModel, Worth, tags, verdict
+from components.common.kv.retention import Policy, ReuseModel, Worth, verdict
 from components.common.kv.snapshot import decode
 from components.common.kv.store import SNAPSHOT_OBJECT, KvStore, Lease
 from components.common.kv.sweeper_config import SweeperConfig
@@ -97,7 +97,6 @@ class Sweeper:
             return False
         now = self._clock()
         rows = self.catalogue.columns()
-        rows = self.catalogue.retag(rows, tags(rows, rows.parent_rows()))
         if self._swept_at:
             self._reuse.expose(rows, now, self._swept_at)
         self._swept_at = now
