@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,13 +26,15 @@ from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
 from components.common.storage.azurite import AzuriteConfig, ensure_key, wait_ready
 from components.common.storage.config import AccountConfig, CredentialConfig
-from components.common.storage.sas import Grant, Role
+from components.common.storage.sas import Grant, Role, SasIssuer
 from graphs.launch import runs
 from graphs.load import Graph, read_graph
 from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
 
 KEY_ENV = "DYNAMO_BLOB_SIGNING_KEY"
 MAX_PARALLEL = 256  # transfers at a time, 8 MiB each
+_SCRATCH = "dynamo-blob-cli-"
+_SAS_S = 900.0  # life of a call's own token, renewed while the call runs: a call that is killed leaves it in a file
 OTHERS_S = 3600.0  # the longest that a call waits for others on the store it started: a publish of 100s of GB
 
 
@@ -45,8 +49,6 @@ class Registry:
 
     def key(self, who: str, file: str = "", *, required: bool = True) -> SigningKey | None:
         """Signing key of `who` (publisher, approver): --key, else $DYNAMO_BLOB_SIGNING_KEY, else this machine's own for the embedded store."""
-        import os
-
         if file:
             return SigningKey.open(file)
         if os.environ.get(KEY_ENV):
@@ -137,7 +139,8 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
         ensure_key(site.account_key(name))
     key, port = site.account_key(EMBEDDED_ACCOUNTS["weights"]), site.port(graph.spec, "azurite")
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-blob-")))
+        _sweep_scratch()
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-")))
         held = _join_or_start(graph, site, scratch, port, stack)
         url = f"http://{LOOPBACK}:{held}/{EMBEDDED_ACCOUNTS['weights']}"
         owner = Account(AccountConfig(url=url, credential=CredentialConfig(kind="key_file", path=str(key))))
@@ -145,10 +148,21 @@ def _embedded(graph: Graph, state: Path, layout: Layout, role: Role) -> Iterator
             owner.ensure_container(container)
         owner.close()
         sas = scratch / f"{role}.json"
-        Grant(sas, url, key, role, ttl_s=12 * 3600, container=layout.container).write()
+        stack.enter_context(SasIssuer([Grant(sas, url, key, role, ttl_s=_SAS_S, container=layout.container)]))
         account = Account(AccountConfig(url=url, credential=CredentialConfig(kind="sas_file", path=str(sas))))
         stack.callback(account.close)
         yield account
+
+
+def _sweep_scratch() -> None:
+    """Remove what calls that were killed left behind; the token in there ended by itself."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        pid = left.name.removeprefix(_SCRATCH).partition("-")[0]
+        with suppress(OSError):
+            info = left.lstat()
+            old = time.time() - info.st_mtime > _SAS_S  # another container's process ids say nothing here
+            if pid.isdigit() and old and info.st_uid == os.geteuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _join_or_start(graph: Graph, site: Site, scratch: Path, port: int, stack: ExitStack) -> int:

@@ -137,7 +137,7 @@ def test_two_calls_that_start_at_once_share_one_store(tmp_path: Path, monkeypatc
     def both_find_nobody(state: Path, default: int) -> int | None:
         found = served_port(state, default)
         if not hasattr(met, "once"):
-            met.once = gate.wait(30)
+            met.once = gate.wait(120)
             assert found is None
         return found
 
@@ -152,7 +152,7 @@ def test_two_calls_that_start_at_once_share_one_store(tmp_path: Path, monkeypatc
     for t in threads:
         t.start()
     for t in threads:
-        t.join(90)
+        t.join(240)
     assert seen == [b"x"] * 2
 
 
