@@ -133,7 +133,7 @@ def options(
         load = tiers.load(request, cut)
         # The last token is always computed: it makes the first logits.
         compute = prefill.predict(max(request.tokens - cut, 1), min(cut, request.tokens - 1), request.decoding)
-        others = traffic.delay_s(compute.mean) if traffic else 0.0
+        others = traffic.delay_s(compute.mean, request.wait_s) if traffic else 0.0
         out.append(Option(cut, load, compute, max(request.wait_s, load.mean) + compute.mean, others))
     return out
 
