@@ -43,7 +43,8 @@ class Outgoing(NamedTuple):
 
 
 class _TryAgain(Exception):
-    """Nothing of this try reached the client. `pause`: the next one differs in nothing but its time."""
+    """Nothing of this try reached the client. `pause`: the next one differs in nothing but its time, so it is taken
+    from the budget; one without the pin or at another replica is not (a death must stay unseen however many it hit)."""
 
     def __init__(self, refusal: Refusal, base: str = "", pause: bool = False) -> None:
         super().__init__(refusal.message)

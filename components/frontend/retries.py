@@ -1,4 +1,4 @@
-"""A budget of second tries, so that a failing graph is not asked twice for everything."""
+"""A budget of second tries that change nothing, so that a failing graph is not asked twice for everything."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from tests.unit.gateway.stub import DONE, Seen, Stage, chunk, error
+from tests.unit.gateway.stub import DONE, Seen, Stage, answer, chunk, error
 
 PIN = "x-dynamo-prefill-instance-id"
 
@@ -71,6 +71,18 @@ async def test_an_outage_is_not_asked_twice_for_everything(tmp_path: Path) -> No
         assert {(await s.chat())[0] for _ in range(60)} == {503}
         tries = len(s.frontend.seen) - 60
         assert 32 <= tries <= 32 + 6, "a burst of 32, and one in ten"
+
+
+async def test_a_prefill_worker_that_dies_under_many_is_seen_by_none(tmp_path: Path) -> None:
+    """The budget is for tries that change nothing: 60 pinned to a dead worker are all served without the pin."""
+
+    async def dead(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await (error(500) if PIN in seen.headers else answer)(request, seen)
+
+    async with Stage(tmp_path, router=True) as s:
+        s.frontend.scripts = [dead] * 120
+        assert {code for code, _, _ in await asyncio.gather(*(s.chat() for _ in range(60)))} == {200}
+        assert len(s.frontend.seen) == 120
 
 
 async def test_without_a_worker_nothing_is_tried_again(tmp_path: Path) -> None:
