@@ -271,16 +271,17 @@ class NodeCache:
                 self._complete(entry)
         entry.wake()
 
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        """Verified bytes into a new file. Raises WEIGHTS-CACHE-FULL."""
+    def write(self, entry: Entry, offset: int, data: memoryview) -> bool:
+        """Verified bytes into a new file; False if the entry failed meanwhile. Raises WEIGHTS-CACHE-FULL."""
         writer, done = entry.writer, 0
         if writer is None:
-            return  # it failed meanwhile
+            return False
         try:
             while done < len(data):
                 done += os.pwrite(writer.fd, data[done:], offset + done)
         except OSError as e:
             raise self._no_room(entry.file, e) from None
+        return True
 
     def _no_room(self, file: FileEntry, e: OSError) -> DynamoBlobError:
         self.refused += 1

@@ -132,8 +132,8 @@ class Filler:
                 view = self._buffers.lend(self.range_bytes)[:count].data
                 try:
                     self._fetch(entry, index, begin, view, peers, key)
-                    self.cache.write(entry, begin, view)
-                    self.cache.verified(entry, index)
+                    if self.cache.write(entry, begin, view):
+                        self.cache.verified(entry, index)
                 finally:
                     if self.peers is not None:
                         self.peers.done(entry.file.blake3, index)

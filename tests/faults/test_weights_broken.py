@@ -181,6 +181,24 @@ def test_an_object_that_changes_in_the_middle_of_the_load(
 
 
 @pytest.mark.parametrize("through", ["blob", "service"])
+def test_a_release_that_is_removed_in_the_middle_of_the_load(
+    tmp_path: Path, store: StandIn, manifest: Manifest, through: str
+) -> None:
+    """Manifest and objects go after the first ranges were read: refused, with the object's name, and nothing is kept of it."""
+    last = [f for f in manifest.files if f.path.endswith(".safetensors")][-1]
+    with FaultProxy("127.0.0.1", store.port) as proxy:
+        url = proxy.url("standin")
+        proxy.rules = [Rule("missing", OBJECTS + last.blake3, skip=3), Rule("missing", "releases/", skip=4)]
+        weights = weights_config(url, tmp_path / "w", manifest)
+        cache = {"cache_dir": str(tmp_path / "cache"), "cache_bytes": 64 * MiB}
+        with ServiceThread(tmp_path / "s", weights, **cache) as running, pytest.raises(DynamoBlobError) as e:
+            load(url, tmp_path / "w", manifest, running.socket if through == "service" else "")
+    assert e.value.code == "STORAGE-NOT-FOUND" and last.blake3 in e.value.where
+    assert last.blake3 not in [p.name for p in (tmp_path / "cache/objects").iterdir()]
+    assert list((tmp_path / "cache/partial").iterdir()) == []
+
+
+@pytest.mark.parametrize("through", ["blob", "service"])
 def test_sixty_four_small_shards(tmp_path: Path, store: StandIn, through: str) -> None:
     shards = [{**tensors_of(s, [1000 + s, 0, 17]), f"void{s}": torch.empty(0, 4)} for s in range(64)]
     random_model(tmp_path / "many", shards)
