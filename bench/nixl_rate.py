@@ -72,7 +72,7 @@ def read(nbytes: int) -> float:
         return seconds
     finally:
         source.stdin.close()  # type: ignore[union-attr]
-        source.wait(10)
+        source.wait(60)
 
 
 if __name__ == "__main__":
