@@ -44,7 +44,7 @@ class Store:
         env = {"PATH": "/usr/bin:/bin", **azurite_env(self.config)}
         with open(self.work / "azurite.log", "ab") as log:
             self.process = subprocess.Popen(azurite_argv(self.config), env=env, stdout=log, stderr=log)
-        wait_ready(self.config, process=self.process)
+        wait_ready(self.config, 120.0, process=self.process)
         return self
 
     def kill(self) -> None:

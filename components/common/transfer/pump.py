@@ -67,7 +67,7 @@ class Pump:
     ) -> None:
         self.pool, self._open_lane, self._explain, self._tick = pool, open_lane, explain, tick
         self._breakers = {False: read_breaker, True: write_breaker}
-        self._inbox: queue.SimpleQueue[Op] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._lanes: list[tuple[Lane, list[Op]]] = []
         self._closed = threading.Event()
         self._drained = threading.Event()
@@ -95,6 +95,7 @@ class Pump:
 
     def close(self, drain_s: float) -> bool:
         self._closed.set()
+        self._inbox.put(None)  # it may be waiting for work
         self._drained.wait(drain_s)
         return self._drained.is_set()
 
@@ -129,7 +130,8 @@ class Pump:
             except queue.Empty:
                 return busy
             busy = True
-            self._start(op)
+            if op is not None:
+                self._start(op)
 
     def _start(self, op: Op) -> None:
         if time.monotonic() >= op.deadline:  # waited too long for this thread: nothing was started
