@@ -13,6 +13,7 @@ from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
 from components.common.loading.files import materialise_small_files
 from components.common.registry.manifest import Manifest
+from components.weights.cache import NodeCache
 from tests.faults import stores
 from tests.faults.releases import MiB, make_release, random_model, tensors_of, weights_config
 from tests.faults.services import ServiceProcess
@@ -110,3 +111,17 @@ def test_the_service_pins_only_what_the_plan_names(tmp_path: Path, store: StandI
         with pytest.raises(DynamoBlobError) as e:
             materialise_small_files(used)
     assert e.value.code == "WEIGHTS-MANIFEST-MISMATCH" and e.value.data["found"] == other.digest()
+
+
+def test_what_arrives_for_an_entry_that_failed_meanwhile_is_not_kept(tmp_path: Path, manifest: Manifest) -> None:
+    """Else its range would count as ready, and a peer be offered a page that nobody wrote."""
+    file = next(f for f in manifest.files if f.path.endswith(".safetensors"))
+    cache = NodeCache(tmp_path / "cache", 64 * MiB)
+    entry, work = cache.lease(file)
+    assert work and cache.write(entry, 0, memoryview(b"1234"))
+    cache.failed(entry, DynamoBlobError("WEIGHTS-FILL", "no more"))
+    assert not cache.write(entry, 4, memoryview(b"5678"))
+    cache.reserve(entry)
+    assert not any(entry.ready) and not entry.reserved
+    assert list((tmp_path / "cache/partial").iterdir()) == [] and cache.entry(file.blake3) is None
+    cache.close()
