@@ -17,7 +17,6 @@ from components.common.errors import DynamoBlobError
 from components.common.kv.classes import Classes
 from components.common.kv.epochs import EPOCHS_OBJECT
 from components.common.kv.journal import SharedIndex
-from components.common.kv.shadow import MARKS, Marks
 from components.common.kv.store import JOURNAL_PREFIX, SNAPSHOT_OBJECT, KvStore, Lease
 from components.common.kv.sweeper import Sweeper, SweeperConfig
 from components.common.messages.salt import tenant_hash
@@ -280,15 +279,3 @@ def test_a_damaged_snapshot_or_journal_costs_knowledge_not_objects(azurite: KvAz
     fresh.sync()
     assert fresh.lookup(name("acme", 1)) is True
     sweeper.close()
-
-
-def test_a_quarantine_is_told_to_the_other_workers_once_and_to_nobody_who_starts_later(store: KvStore) -> None:
-    finder, other = Marks(store, "prefill-0"), Marks(store, "decode-0")
-    assert finder.new() == [] and other.new() == []
-    mark = finder.set()
-    assert finder.new() == [], "it emptied its own memory already"
-    assert other.new() == [mark] and other.new() == []
-    assert Marks(store, "late").new() == [], "its memory is empty"
-    later = Marks(store, "prefill-0", clock=lambda: time.time() + 2 * 3600)
-    kept = later.set()
-    assert [i.name for i in store.list(store.control, MARKS)] in ([], [kept]), "marks of an hour ago are gone"

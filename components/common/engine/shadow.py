@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from components.common.errors import DynamoBlobError
 from components.common.kv.build import kv_params_for
 from components.common.kv.classes import Classes
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.journal import JournalWriter
 from components.common.kv.keys import PUBLIC, Namespace
-from components.common.kv.shadow import Hit, Marks, ShadowChecker, Tops, chunk_hashes, quarantine
+from components.common.kv.shadow import Hit, ShadowChecker, Tops, chunk_hashes, quarantine
 from components.common.kv.store import KvStore
 from components.common.kv.stores import NAMESPACES
 from components.common.messages.salt import parse
@@ -77,13 +76,11 @@ class Shadow:
         self._containers = sorted(set(classes.containers().values()))
         self._store = KvStore(self._account, config.container or self._containers[0])
         self._journal = JournalWriter(self._store, f"{worker}-shadow")
-        self._engine, self._marks = _Engine(llm, busy), Marks(self._store, worker)
         self.checker = ShadowChecker(
-            self._engine, self._chunk, lambda ids, salt: chunk_hashes(ids, salt, block, self._chunk),
+            _Engine(llm, busy), self._chunk, lambda ids, salt: chunk_hashes(ids, salt, block, self._chunk),
             self._condemn, every=config.shadow_every, band=config.shadow_band,
         )  # fmt: skip
         self._task = asyncio.create_task(self.checker.run(self._stop))
-        self._watch = asyncio.create_task(self._look())
 
     def note(self, ids: Sequence[int], salt: str | None, cached: int) -> None:
         """A request is over; `cached` of its prompt tokens came from HBM, DRAM or Blob."""
@@ -92,23 +89,10 @@ class Shadow:
 
     async def close(self) -> None:
         self._stop.set()
-        for task in (self._task, self._watch):
-            task.cancel()
-        await asyncio.gather(self._task, self._watch, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self._store.close()
         self._account.close()
-
-    async def _look(self) -> None:
-        """What another worker found wrong may lie in this one's HBM and DRAM: a decode worker pulled it."""
-        while not self._stop.is_set():
-            try:
-                found = await asyncio.to_thread(self._marks.new)
-                if found:
-                    log.error("KV-QUARANTINE: %s: HBM and DRAM of this worker are emptied", found[0])
-                    await self._engine.forget()
-            except DynamoBlobError as e:
-                log.warning("quarantines of other workers not read: %s", e)
-            await asyncio.sleep(self._config.epochs_refresh_s)
 
     async def _condemn(self, keys: list[bytes], salt: str) -> None:
         found = parse(salt)
@@ -127,7 +111,6 @@ class Shadow:
             lambda name, reason: self._journal.add("g", name, reason, f"{time.time():.3f}"),
         )  # fmt: skip
         self._journal.flush()
-        self._marks.set()
         log.error("KV-QUARANTINE: %d objects of tenant %s deleted: %s", len(names), tenant, names[0] if names else "")
 
 

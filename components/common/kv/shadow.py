@@ -10,9 +10,7 @@ the next token's distribution depends on that chunk. Three short runs, alone in 
 
 `hit` must equal `control` within `band` (nats; 0 is reached alone in the batch, bf16 prefill in a busy batch needs a
 little). Beyond it the check is run once more; if it fails again the chunk and all that follow it in the chain are
-quarantined: deleted from Blob, reported gone to every worker, HBM and DRAM of this one emptied. A mark in the control
-container tells the other workers that check, who look every few seconds and empty theirs: a decode worker holds what it
-pulled, and would go on answering from it.
+quarantined: deleted from Blob, reported gone to every worker, HBM and DRAM of this one emptied.
 
 An object is checked at its k-th hit in every k (k = 1 / rate, the place in the cycle by its name), so a wrong object is
 found within `every` hits on it by one worker, at most `every` x workers in all.
@@ -40,8 +38,6 @@ Tops = dict[int, float]
 
 _BEHIND = 4  # tokens kept behind the border: a prefix hit never covers the whole prompt
 _FLOOR = -12.0
-MARKS = "_control/quarantined/"
-_MARK_S = 3600.0
 
 
 class Engine(Protocol):
@@ -193,31 +189,6 @@ class ShadowChecker:
                 return 0  # cannot tell: condemn the whole chain
             low, high = (low, middle) if finding.wrong else (middle + 1, high)
         return low
-
-
-class Marks:
-    """Quarantines of every worker, as small objects of the control container. Blocking I/O."""
-
-    def __init__(self, store: KvStore, worker: str, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._worker, self._clock = store, worker, clock
-        self._seen: set[str] | None = None
-
-    def set(self) -> str:
-        """Tell the others. Marks older than an hour go: everybody has seen them, or has started since."""
-        name = f"{MARKS}{self._worker}-{secrets.token_hex(6)}"
-        self._store.write(name, b"{}")
-        if self._seen is not None:
-            self._seen.add(name)
-        found = self._store.list(self._store.control, MARKS)
-        self._store.delete(self._store.control, [i.name for i in found if i.modified < self._clock() - _MARK_S])
-        return name
-
-    def new(self) -> list[str]:
-        """Marks that others set since the last look; those there at the first look concern nobody who starts now."""
-        found = {i.name for i in self._store.list(self._store.control, MARKS)}
-        fresh = sorted(found - self._seen) if self._seen is not None else []
-        self._seen = found
-        return fresh
 
 
 def distance(a: Tops, b: Tops) -> float:
