@@ -137,7 +137,9 @@ class FaultProxy:
                     continue
                 if rule and rule.kind == "other":
                     head = head.replace(path.split("?")[0].encode(), str(rule.arg).encode(), 1)
-                if up is not None:  # one per request: the store closes an idle one after 5 s, and NIXL's put would wait 60 s
+                if (
+                    up is not None
+                ):  # one per request: the store closes an idle one after 5 s, and NIXL's put would wait 60 s
                     up[1].close()
                 up = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
                 up[1].write(head + body)
