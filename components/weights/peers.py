@@ -4,11 +4,12 @@ Before a service reads a range from Blob it claims it at every peer. A peer answ
 
     ready   it has the range, verified: pull it over NIXL
     busy    it is reading it from Blob, or has the better claim: wait for it there
-    free    nobody here works on it
+    free    nobody here works on it, or it leaves it to the one who asks
 
 Only if all are free (or silent) the service reads Blob. Two that claim at once are told apart by rendezvous
-hashing: the owner of the range among the two goes on, the other waits for it. No agreement about who is alive
-is needed: a peer that does not answer in time is left out for a while, and at worst a byte is read twice.
+hashing: the owner of the range among the two goes on, the other waits for it. So a service waits only for one
+that reads Blob or ranks higher for this range: never in a circle. No agreement about who is alive is needed:
+a peer that does not answer in time is left out for a while, and at worst a byte is read twice.
 Each service begins with the ranges that it owns, so that N starting at once spread over the whole file.
 """
 
@@ -36,7 +37,6 @@ Answer = Literal["ready", "busy", "free"]
 _ASK_SHARE = 0.3  # of the deadline of a range: how long a peer may take to answer a claim
 _ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
 _MARK_S = 30.0  # a peer that stalled
-_CLAIM_S = 60.0  # a claim not turned into a verified range is forgotten
 
 
 def owner(members: list[str], digest: str, index: int) -> str:
@@ -54,7 +54,7 @@ class Peers:
         self.wire, self.report, self.range_bytes, self.pull_s = wire, report, range_bytes, pull_s
         self._lock = threading.Lock()
         self._mine: dict[tuple[str, int], Literal["claiming", "fetching"]] = {}
-        self._theirs: dict[tuple[str, int], tuple[str, float]] = {}
+        self._left_to: dict[tuple[str, int], set[str]] = {}
         self._absent: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self.marked: dict[str, str] = {}
@@ -74,10 +74,10 @@ class Peers:
             if ready:
                 return "ready"
             mine = self._mine.get(key)
-            if mine == "fetching" or (mine == "claiming" and owner([self.me, by], digest, index) == self.me):
-                return "busy"
-            self._theirs[key] = (by, time.monotonic())
-            return "free"
+            if mine == "claiming" and owner([self.me, by], digest, index) == by:
+                self._left_to.setdefault(key, set()).add(by)  # we may have asked it before it began
+                return "free"
+            return "free" if mine is None else "busy"
 
     # our own fetching
 
@@ -86,18 +86,10 @@ class Peers:
         key = (file.blake3, index)
         tried: set[str] = set()
         while not give_up():
-            with self._lock:
-                self._mine[key] = "claiming"
+            self._claim(key)
             others = [p for p in self.addresses if self._usable(p) and p not in tried]
-            answers = {p: self._ask(p, key) for p in others}
-            with self._lock:  # whom we told "free" goes on: it came first, or owns the range
-                first = self._theirs.get(key)
-            if first and answers.get(first[0]) == "free" and time.monotonic() - first[1] < _CLAIM_S:
-                answers[first[0]] = "busy"
-            having = [p for p in others if answers[p] == "ready"] or [p for p in others if answers[p] == "busy"]
+            having = self._decide(key, {p: self._ask(p, key) for p in others})
             if not having:
-                with self._lock:
-                    self._mine[key] = "fetching"
                 return False
             source = owner(having, *key)  # spreads the load over all that have it
             if self._pull(source, file, index, view, give_up):
@@ -105,11 +97,27 @@ class Peers:
             tried.add(source)
         return False
 
+    def _claim(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            self._mine[key] = "claiming"
+            self._left_to.pop(key, None)
+
+    def _decide(self, key: tuple[str, int], answers: dict[str, Answer]) -> list[str]:
+        """Peers to get the range from; none = it is ours to read from Blob, and whoever asks from now on hears so."""
+        with self._lock:
+            for peer in self._left_to.get(key, set()) & answers.keys():
+                answers[peer] = "ready" if answers[peer] == "ready" else "busy"
+            for wanted in ("ready", "busy"):
+                if having := [p for p, answer in answers.items() if answer == wanted]:
+                    return having
+            self._mine[key] = "fetching"
+            return []
+
     def done(self, digest: str, index: int) -> None:
         """The range is verified here, or was given up: no claim of ours is left."""
         with self._lock:
             self._mine.pop((digest, index), None)
-            self._theirs.pop((digest, index), None)
+            self._left_to.pop((digest, index), None)
 
     def status(self) -> dict[str, Any]:
         with self._lock:

@@ -29,7 +29,7 @@ def test_both_versions_run_the_same() -> None:
     """A conversion that lost a setting would be a deployment that differs by the age of the operator."""
     plan = rendering.plan_of(rendering.ROOT / "graphs/aks/gpt-oss-120b-h200.yaml")
     new, old = (_pods(manifests(plan, api)) for api in ("v1beta1", "v1alpha1"))
-    assert set(new) == set(old) == {"frontend", "prefill", "decode", "router"}
+    assert set(new) == set(old) == {"frontend", "prefill", "decode", "router", "sweeper"}
     for name in new:
         a, b = new[name], old[name]
         for key in ("livenessProbe", "readinessProbe", "resources"):  # fields of their own in v1alpha1

@@ -33,8 +33,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from azure.storage.blob import generate_account_sas, generate_container_sas
-
 from components.common.errors import DynamoBlobError, nearest
 
 Role = Literal["serving", "publisher", "approver", "collector", "kv", "reader"]
@@ -103,6 +101,8 @@ def issue(
     url: str, key: str, role: Role, *, ttl_s: float, container: str = "weights", now: float | None = None
 ) -> dict[str, Any]:
     """The content of `role`'s credential file for the account at `url`; `ttl_s` seconds from now (whole seconds)."""
+    from azure.storage.blob import generate_account_sas, generate_container_sas  # half of a command's start
+
     if role not in _RIGHTS:
         raise DynamoBlobError("STORAGE-ROLE-UNKNOWN", f"there is no identity '{role}'", why=nearest(role, _RIGHTS))
     issued = time.time() if now is None else now
