@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Scheduler:
         spec = HostTieringSpec(
             OffloadingConfig(
                 groups=(OffloadingGroupConfig(128, ("l0",), 0),), worker_kv_bytes_per_block=ROW, enable_kv_cache_events=events,
-                extra_config=extra, engine_id=f"test-{next(_ids)}", model=OffloadingModelConfig("m", "float32"),
+                extra_config=extra, engine_id=f"test-{os.getpid()}-{next(_ids)}", model=OffloadingModelConfig("m", "float32"),
                 cache=OffloadingCacheConfig(128, 1),
                 parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True), kv_cache_layout="LBHNC",
             )
