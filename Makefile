@@ -14,7 +14,7 @@ serve: install      ## the main job: publish the sample model if needed, start t
 test: install       ## everything: lint, types, layers, all tests
 	@tools/test.sh all
 
-test-fast: install  ## no real engines: under five minutes
+test-fast: install  ## no real engines: about eight minutes on two cores
 	@tools/test.sh fast
 
 test-cluster: install  ## cluster planes for real: etcd and NATS on loopback
