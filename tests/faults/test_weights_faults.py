@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
 from components.common.loading.config import WeightsConfig
 from components.common.loading.report import Report
 from components.common.loading.session import open_session
 from components.common.registry.manifest import Manifest
 from components.common.storage.config import AccountConfig
+from tests.faults import stores
 from tests.faults.proxy import FaultProxy, Rule
-from tests.faults.releases import MiB, digests, make_release, random_model, tensors_of, weights_config
+from tests.faults.releases import digests, weights_config
+from tests.faults.stores import OBJECTS, WANTED
 
-SHARDS = [tensors_of(s, [700_000, 1_500_000, 3, 900_000]) for s in (1, 2)]
-WANTED = digests({k: v for s in SHARDS for k, v in s.items()})
-OBJECTS = r"GET .*/objects/"
-
-
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
-    root = tmp_path_factory.mktemp("release")
-    random_model(root / "model", SHARDS)
-    return root / "store", make_release(root / "store", root / "model", range_bytes=MiB // 2)
-
-
-@pytest.fixture
-def proxy(release: tuple[Path, Manifest]) -> Iterator[FaultProxy]:
-    server = StandIn(release[0]).start()
-    with FaultProxy("127.0.0.1", server.port, seed=5) as p:
-        yield p
-    server.close()
+release, proxy = stores.release, stores.proxy
 
 
 def config(proxy: FaultProxy, tmp_path: Path, manifest: Manifest, **changes: Any) -> WeightsConfig:

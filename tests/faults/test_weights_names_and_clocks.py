@@ -22,28 +22,13 @@ from components.common.storage import credentials
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.credentials import SasFileCredential
 from components.common.storage.ranges import RangeReader
+from tests.faults import stores
 from tests.faults.proxy import FaultProxy, Rule
-from tests.faults.releases import MiB, digests, make_release, random_model, sas_file, tensors_of, weights_config
+from tests.faults.releases import MiB, digests, sas_file, weights_config
+from tests.faults.stores import OBJECTS, WANTED
 
-SHARDS = [tensors_of(s, [700_000, 1_500_000, 3, 900_000]) for s in (1, 2)]
-WANTED = digests({k: v for s in SHARDS for k, v in s.items()})
-OBJECTS = r"GET .*/objects/"
 HOST = "weights.test"
-
-
-@pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
-    root = tmp_path_factory.mktemp("release")
-    random_model(root / "model", SHARDS)
-    return root / "store", make_release(root / "store", root / "model", range_bytes=MiB // 2)
-
-
-@pytest.fixture
-def proxy(release: tuple[Path, Manifest]) -> Iterator[FaultProxy]:
-    server = StandIn(release[0]).start()
-    with FaultProxy("127.0.0.1", server.port, seed=5) as p:
-        yield p
-    server.close()
+release, proxy = stores.release, stores.proxy
 
 
 class NameService:

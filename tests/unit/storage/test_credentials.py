@@ -176,6 +176,13 @@ def under_load(registry: Registry, life_s: float, seconds: float) -> Load:
     return Load(done[0], len(tokens), renewals, errors, len(rows), refused, gap)
 
 
+def test_short_tokens_renew_without_an_error(registry: Registry) -> None:
+    """Tokens of 3 s over 7 s: at least two are outlived. Neither the clients nor the store saw one refused."""
+    load = under_load(registry, 3, 7)
+    assert load.errors == [] and load.refused == [] and load.served == load.requests > 20
+    assert load.tokens >= 3 and load.renewals >= 3
+
+
 @pytest.mark.slow
 def test_thirty_second_tokens_renew_without_an_error(registry: Registry) -> None:
     """53 s without a pause: two tokens are outlived; by the store's own log every request was answered and none refused.
