@@ -79,6 +79,19 @@ def test_everything_of_the_tenant_goes_from_every_container_and_nothing_else(
     assert report["probe"]["clean"] and report["probe"]["asked"] > 0 and report["probe"]["pid"] != os.getpid()
 
 
+def test_what_a_sweeper_deletes_first_is_still_asked_for_by_name(azurite: KvAzurite, store: KvStore) -> None:
+    names = [name("acme", i) for i in range(3)]
+    for blob in names:
+        put(store, blob)
+
+    def step(phase: str, _: State) -> None:
+        if phase == "delete":
+            assert store.delete(store.control, names).deleted == names
+
+    report = Purge(config(azurite, store, settle_s=0), store, KEY, step=step).run()
+    assert report["deleted"] == 0 and report["probe"]["clean"] and report["probe"]["asked"] == len(names)
+
+
 def test_the_report_is_signed_and_any_change_shows(azurite: KvAzurite, store: KvStore) -> None:
     put(store, name("acme", 1))
     report = Purge(config(azurite, store), store, KEY).run()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv.classes import Classes
 from components.common.kv.epochs import EPOCHS_OBJECT
 from components.common.kv.journal import SharedIndex
-from components.common.kv.store import JOURNAL_PREFIX, SNAPSHOT_OBJECT, KvStore, Lease
+from components.common.kv.store import JOURNAL_PREFIX, SNAPSHOT_OBJECT, Deleted, KvStore, Lease
 from components.common.kv.sweeper import Sweeper, SweeperConfig
 from components.common.messages.salt import tenant_hash
 from components.common.messages.tenants import RetentionClass
@@ -171,6 +171,28 @@ def test_objects_of_purged_generations_are_swept_by_name_alone(azurite: KvAzurit
     sweeper = Sweeper(config(azurite, store), store, Classes.single(store.control))
     assert sweeper.run_once() and there(store) == {current}
     assert sweeper.counters["deleted_purged"] == 1
+    sweeper.close()
+
+
+def test_what_a_purge_deleted_first_is_not_counted_as_swept(
+    azurite: KvAzurite, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.raise_epoch(tenant_hash("acme"))
+    mine, theirs = name("acme", 1), name("acme", 2)
+    put(store, mine)
+    put(store, theirs)
+    sweeper = Sweeper(config(azurite, store), store, Classes.single(store.control))
+    delete = store.delete
+
+    def late(container: str, names: Iterable[str]) -> Deleted:
+        if theirs in (listed := list(names)):
+            store.account.delete(container, theirs)
+        return delete(container, listed)
+
+    monkeypatch.setattr(store, "delete", late)
+    assert sweeper.run_once() and there(store) == set()
+    assert sweeper.counters["deleted_purged"] == 1
+    assert sweeper.catalogue.lookup(theirs) is not True, "gone, whoever deleted it"
     sweeper.close()
 
 

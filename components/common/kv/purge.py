@@ -14,6 +14,7 @@ With `older_than_s` only objects written before that are deleted (steps 4 and 7)
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -138,10 +139,24 @@ class Purge:
 
     def _raise(self, state: State) -> None:
         self._enter(state, "raise")
+        if not state.sample:  # before the sweeper, too, knows that they are old: the proof asks for some by name
+            state.sample = self._known(state)
         if self.store.read_epochs().get(self.tenant, 0) < state.generation:
             state.generation = self.store.raise_epoch(self.tenant, at_least=state.generation)
         state.raised_at = state.raised_at or time.time()
         self._save(state)
+
+    def _known(self, state: State) -> list[tuple[str, str]]:
+        """Up to _SAMPLE / 2 (container, name) that this purge must make disappear; the first ones of each container."""
+        newest, each = self.store.read_epochs().get(self.tenant, 0), _SAMPLE // 2 // len(self._containers) or 1
+        out: list[tuple[str, str]] = []
+        for container in self._containers:
+            old = (
+                (container, i.name) for i in self.store.list(container, f"{self.tenant}/")
+                if is_old(i.name, i.modified, state.generation, newest, state.cutoff)
+            )  # fmt: skip
+            out += itertools.islice(old, each)
+        return out
 
     def _rotate(self, state: State) -> None:
         if self.config.salt_key_file and not state.rotated:

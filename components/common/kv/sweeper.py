@@ -186,11 +186,12 @@ class Sweeper:
                 return False
             batch = dict(names[at : at + _BATCH])
             done = self.store.delete(container, batch)
-            for name in (*done.deleted, *done.missing):
+            for name in done.deleted:
                 known = self.catalogue.get(name)
-                self.counters["deleted_bytes"] += known.nbytes if known and name in batch else 0
-                self.catalogue.note_gone(name, batch[name])
+                self.counters["deleted_bytes"] += known.nbytes if known else 0
                 self.counters[f"deleted_{batch[name]}"] += 1
+            for name in (*done.deleted, *done.missing):  # missing: a purge or another sweeper was first, and counts it
+                self.catalogue.note_gone(name, batch[name])
             self.counters["delete_failed"] += len(done.failed)
             if done.failed:
                 name, why = next(iter(done.failed.items()))
