@@ -162,7 +162,8 @@ class Supervisor:
                 await other.ready.wait()
 
     async def _until_ready(self, child: Child) -> bool:
-        """True when the probe passed; False when the process exited first. Raises LAUNCH-NOT-READY at the deadline."""
+        """True when the probe passed; False when the process exited first. At the deadline raises LAUNCH-NOT-READY; a process that
+        was ready before is killed instead, at the cost of its restart budget: its graph serves without it meanwhile."""
         probe = child.process.probe
         deadline = probe.deadline_s if probe else 0.0
         while not child.exited.is_set():
@@ -174,6 +175,10 @@ class Supervisor:
                 return True
             self._set(child, "starting", why)
             if time.monotonic() - child.spawned > deadline:
+                if child.was_ready:
+                    child.signal(signal.SIGKILL)
+                    await child.exited.wait()
+                    break
                 raise DynamoBlobError(
                     "LAUNCH-NOT-READY", f"{child.name} was not ready in {deadline:g} s", where=str(child.log), why=why,
                     do="its log says more; a slow machine needs a larger ready_deadline_s in the profile",

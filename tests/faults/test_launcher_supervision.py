@@ -145,6 +145,24 @@ async def test_a_process_that_never_becomes_ready_fails_the_start_with_its_reaso
     assert proc.members(tmp_path, s.sessions()) == []
 
 
+async def test_a_restart_that_is_late_costs_budget_not_the_graph(tmp_path: Path, ports: list[int]) -> None:
+    """Two workers serve, one is killed on a busy machine: its graph goes on, and so do the attempts."""
+    may = tmp_path / "may-be-ready"
+    may.touch()
+    process = stub("decode-0", ports[0], tmp_path, "--ready-when", str(may), kind="decode", restarts=3)
+    assert process.probe is not None
+    process = process.model_copy(update={"probe": process.probe.model_copy(update={"deadline_s": 3.0})})
+    async with running(plan_of(tmp_path, process, stub("router-0", ports[1], tmp_path))) as s:
+        await asyncio.wait_for(s.ready.wait(), 20)
+        may.unlink()
+        child = s.children["decode-0"]
+        os.kill(child.pid or 0, signal.SIGKILL)
+        await until(lambda: child.starts == 3)
+        assert s.failure is None and s.children["router-0"].state == "ready"
+        may.touch()
+        await until(lambda: child.state == "ready")
+
+
 async def test_drain_waits_for_answers_and_kills_only_after_the_grace(tmp_path: Path, ports: list[int]) -> None:
     plan = plan_of(
         tmp_path, stub("decode-0", ports[0], tmp_path, "--drain", "0.7", kind="decode"),
