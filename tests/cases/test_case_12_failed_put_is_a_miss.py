@@ -19,6 +19,12 @@ def test_failed_put_is_not_indexed_and_not_hit(make, proxy, fault: str) -> None:
     request = scheduler.request(chunks=chunks)
     assert scheduler.hit(request, chunks) == 2, "the chunk whose put failed ends the hit"
     assert scheduler.rows(request, chunks[:2]) == [data(c) for c in chunks[:2]]
+    scheduler.put(request, chunks)  # the request that missed computed it
+    scheduler.finish(request)
+    scheduler.settle()
+    scheduler.forget()
+    again = scheduler.request(chunks=chunks)
+    assert scheduler.hit(again, chunks) == 4, "whoever computes a chunk that is not there stores it: one miss, not one each turn"
 
 
 def test_put_answered_but_damaged_on_the_way_is_caught_by_verify_puts(make, proxy) -> None:
