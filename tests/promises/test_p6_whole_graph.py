@@ -1,6 +1,7 @@
 """P6 on a whole graph (gateway, router, prefill and decode apart, sweeper, launcher), one start for all of it.
 
-Tenants apart in HBM, DRAM and Blob; `dynamo purge` on the live graph while both tenants ask.
+Tenants apart in HBM, DRAM and Blob; `dynamo purge` on the live graph while both tenants ask; a planted wrong object with a
+valid digest is found by the prefill worker's own shadow check, and no worker answers from a copy of it any more.
 Each "no hit" stands beside a hit of the owner at the same tier.
 HBM and DRAM are small, and a tenant whose KV is ephemeral fills them: it pushes others down and leaves nothing in Blob.
 """
@@ -22,8 +23,10 @@ import aiohttp
 import pytest
 import yaml
 
+from components.common.kv.chain import chunk_hashes
 from components.common.kv.keys import PUBLIC, parse_name
-from components.common.messages.salt import tenant_hash
+from components.common.kv.objects import HEADER_BYTES, Codec
+from components.common.messages.salt import compose, tenant_hash
 from components.common.messages.tenants import read_salt_key, rotate_salt_key
 from components.common.registry.signing import SigningKey, verify
 from components.common.storage.account import Account
@@ -96,6 +99,11 @@ class Bed:
     async def source(self, kind: str) -> float:
         """Prompt tokens that the prefill worker took from `kind` so far."""
         return (await self.graph.counters("prefill-0")).get(f"vllm:prompt_tokens_by_source_total:{kind}", 0.0)
+
+    async def metrics(self, process: str) -> list[str]:
+        """Lines of a process's metrics."""
+        async with self.http.get(f"http://127.0.0.1:{self.ports[process]['system']}/metrics") as r:
+            return (await r.text()).splitlines()
 
 
 async def until(done: Any, what: str, limit_s: float = 120.0) -> None:
@@ -222,3 +230,52 @@ async def test_a_purge_on_the_live_graph_is_proven_while_both_tenants_go_on_aski
     assert (await bed.ask("acme", mine))["cached"] == 0, "gone from HBM, DRAM and Blob"
     assert (await bed.ask("rival", theirs))["cached"] == BORDER, "control"
     assert (await bed.ask("acme", mine))["cached"] == BORDER, "and the tenant goes on"
+
+
+async def test_a_planted_wrong_object_is_found_and_no_worker_answers_from_a_copy_of_it(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Valid name, length, key and digest, another prompt's KV: only recomputation can tell. Decode has pulled it by then."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # as the engines have it
+    prompt, other = ids(N, seed=4300), ids(N, seed=4400)
+    known = bed.objects("victim")
+    truth = await bed.ask("victim", prompt, 8)
+    await bed.ask("victim", other)
+    await bed.stored("victim", len(known) + 2 * BORDER // 128)
+    salt = str(compose("victim", "standard", read_salt_key(bed.folder / "victim.salt"), ""))
+    named = {name.rsplit("/", 1)[1]: name for name in bed.objects("victim")}
+    keys, theirs = ([k.hex() for k in chunk_hashes(x, salt, 128, 128)] for x in (prompt, other))
+    planted, bodies = [named[k] for k in keys], [named[k] for k in theirs]  # the engine's own names
+    for name, body in zip(planted, bodies, strict=True):
+        tenant, namespace, _, key = name.split("/")
+        raw = bytearray(bed.account.get(CONTAINER, body))
+        Codec(len(raw) - HEADER_BYTES).seal(memoryview(raw), tenant, namespace, bytes.fromhex(key))
+        bed.account.put(CONTAINER, name, bytes(raw))
+    await bed.fill("blob")
+    first = await bed.ask("victim", prompt, 8)
+    assert first["cached"] == BORDER and first["tokens"] != truth["tokens"], (
+        "control: both workers have it, and it is wrong"
+    )
+    marks, hits = "vllm:dynamo_blob_kv_quarantine_marks", 1
+    while hits < EVERY and not (await bed.graph.counters("prefill-0"))[marks]:
+        hits += 1
+        await bed.ask("victim", prompt, 8)
+    for worker in ("prefill-0", "decode-0"):  # decode reads it by itself: nothing was asked since
+        end = time.monotonic() + 120
+        while (await bed.graph.counters(worker))[marks] != 1:
+            assert time.monotonic() < end, f"{worker} does not know, {hits} hits on it and one in {EVERY} is checked"
+            await asyncio.sleep(0.1)
+    await until(lambda: not set(planted) & bed.objects("victim"), "out of Blob, the wrong chunk and its descendants")
+    log = (Path(bed.graph.status()["run_dir"]) / "logs" / "prefill-0.log").read_text(errors="replace")
+    assert f"KV-SHADOW-MISMATCH: chunk 0 ({keys[0]})" in log and "KV-QUARANTINE: 4 objects" in log
+    metrics = await bed.metrics("prefill-0")
+    assert f'key="{keys[0]}"' in next(x for x in metrics if x.startswith("vllm:dynamo_blob_kv_shadow_found{"))
+    (wrong,) = (x for x in metrics if "shadow_checks_total{" in x and 'outcome="wrong"' in x)
+    assert float(wrong.rsplit(" ", 1)[1]) == 1, "one chain, condemned once"
+    assert set(bodies) <= bed.objects("victim"), "nothing else is condemned"
+    for cached in (0, BORDER):  # computed anew, then shared again, on both workers
+        right = await bed.ask("victim", prompt, 8)
+        assert right["tokens"] == truth["tokens"] and right["cached"] == cached
+    longer = await bed.ask("victim", [*prompt, *ids(100, seed=4301)])
+    assert longer["cached"] == BORDER, "a prompt that goes on from it"
+    assert (await bed.ask("victim", other))["cached"] == BORDER, "control: others keep what they have"

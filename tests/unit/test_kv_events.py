@@ -27,6 +27,13 @@ def test_salt_is_inherited_along_the_chain_and_across_tiers() -> None:
     assert [e["medium"] for e in out] == ["GPU", "GPU", "CPU", "STORAGE"]
 
 
+def test_what_a_quarantine_appended_is_taken_off_again() -> None:
+    """The router asks with the request's own salt."""
+    apart = f"~q{'a' * 16}"
+    out = SaltTable().rewrite([stored(1, salt=SALT + apart), stored(2, 1), stored(3, salt=apart), stored(4, 3)])
+    assert [e.get("cache_salt") for e in out] == [SALT, SALT, None, None]
+
+
 def test_unsalted_stays_unsalted() -> None:
     out = SaltTable().rewrite([stored(1), stored(2, 1), stored(1, medium="STORAGE")])
     assert len(out) == 3 and not any("cache_salt" in e for e in out)

@@ -2,12 +2,13 @@
 
 A prefill worker ends its stream with `disaggregated_params`:
 
-    {"kv_transfer_params": {...vLLM's own...}, "identity": {...}}
+    {"kv_transfer_params": {...vLLM's own...}, "identity": {...}, "suffix": "..."}
 
 `identity` names everything two workers must agree on for the KV to mean the same thing. A decode
 worker with another identity drops the KV and computes the prompt itself: the answer is right, the
 refusal is logged and counted as KV-HANDOVER-REFUSED. vLLM's own handshake compares model path and
-layout too, but fails without saying which.
+layout too, but fails without saying which. `suffix` says which quarantined KV (components/common/kv/quarantine.py) the
+prefill worker knew of: one that knew less than this worker may have computed with it, and is refused the same way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from components.common.engine.config import WorkerConfig
 from components.common.errors import DynamoBlobError
+from components.common.messages.salt import plain, suffixed
 
 PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -31,9 +33,31 @@ def identity(config: WorkerConfig, weights_digest: str, engine_version: str) -> 
     }
 
 
-def offer(kv_transfer_params: dict[str, Any] | None, mine: dict[str, Any]) -> dict[str, Any]:
-    """`disaggregated_params` of a finished prefill."""
-    return {"kv_transfer_params": kv_transfer_params, "identity": mine}
+def offer(kv_transfer_params: dict[str, Any] | None, mine: dict[str, Any], suffix: str = "") -> dict[str, Any]:
+    """`disaggregated_params` of a finished prefill, computed under a salt with this suffix."""
+    return {"kv_transfer_params": kv_transfer_params, "identity": mine, "suffix": suffix}
+
+
+def agreed(prefill_result: dict[str, Any] | None, mine: str) -> str:
+    """Suffix under which decode keeps KV that it pulls: the longer one of both, when one goes on from the other.
+
+    mine  what decode itself would append to the salt. A private suffix on either side ("~s": the quarantine cannot be
+          read there, and nothing older is used) says nothing about the other side's.
+
+    Raises KV-HANDOVER-REFUSED when the prefill worker did not know of a quarantine that this worker knows.
+    """
+    theirs = ((prefill_result or {}).get("disaggregated_params") or {}).get("suffix") or ""
+    if not isinstance(theirs, str) or not suffixed(theirs):
+        theirs = ""
+    if theirs == mine or plain(theirs) or plain(mine):
+        return mine
+    if theirs.startswith(mine):
+        return theirs
+    raise DynamoBlobError(
+        "KV-HANDOVER-REFUSED", "the prefill worker may have used KV that is under quarantine",
+        where=f"salt suffix: prefill {theirs!r}, decode {mine!r}",
+        why="it had not read the newest quarantine when the request began", do="nothing: this request is computed here instead",
+    )  # fmt: skip
 
 
 def accept(prefill_result: dict[str, Any] | None, mine: dict[str, Any]) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from components.common.engine.config import WorkerConfig
 from components.common.engine.drain import InFlight
 from components.common.engine.sampling import sampling_params
 from components.common.errors import DynamoBlobError
+from components.common.messages.salt import plain
 
 log = logging.getLogger("dynamo_blob.worker")
 
@@ -50,7 +51,7 @@ class VllmEngine(LLMEngine):
         self.defaults: dict[str, Any] = {}
         self._events = f"ipc://{config.run_dir}/{config.name}.kv"
         self._relay: Any = None
-        self._shadow: Any = None
+        self._guarded: Any = None
         self._watch: asyncio.Task[None] | None = None
         self.died = ""
 
@@ -72,11 +73,11 @@ class VllmEngine(LLMEngine):
         if self.config.warmup:
             await self._warm_up()
         self._watch = asyncio.create_task(self._watch_engine())
-        if self.config.kv is not None and self.config.role != "decode":
-            from components.common.engine.shadow import open_shadow
+        if self.config.kv is not None and self.config.kv.settings:
+            from components.common.engine.guarded import open_guarded
 
-            self._shadow = open_shadow(
-                self.llm, self.config.kv.settings, self.config.name, lambda: bool(len(self.in_flight))
+            self._guarded = await open_guarded(
+                self.llm, self.config.kv.settings, self.config.name, self.config.role, lambda: bool(len(self.in_flight))
             )
         cache = self.llm.vllm_config.cache_config
         log.info(
@@ -153,18 +154,20 @@ class VllmEngine(LLMEngine):
         if self.config.role == "prefill":
             enforce_prefill_max_tokens(request)
         room = self.config.engine.max_model_len - len(prompt)
-        kv = self._kv_params(request, context, salt)
+        suffix = self._guarded.suffix(prompt, salt) if self._guarded is not None else ""
+        kv, suffix = self._kv_params(request, context, salt, suffix)
+        key = (salt or "") + suffix
         params = sampling_params(request, self.defaults, room, {"kv_transfer_params": kv})
         if self.config.role == "prefill":
             params.n = 1  # one prompt is one handover, however many answers decode makes of it
         inputs = TokensPrompt(prompt_token_ids=prompt)
-        if salt:
-            inputs["cache_salt"] = salt
+        if key:
+            inputs["cache_salt"] = key
         sent = [0] * (params.n or 1)
         output: Any = None
         if len(sent) > 1 and kv.get("do_remote_prefill"):
             self._others[request_id] = choices.others(request_id, len(sent))
-            outputs = choices.generate(self.llm, inputs, params, request_id, self._tier_params(context, salt, True))
+            outputs = choices.generate(self.llm, inputs, params, request_id, self._tier_params(context, key, True))
         else:
             outputs = self.llm.generate(inputs, params, request_id)
         ends: list[dict[str, Any]] = []
@@ -173,35 +176,42 @@ class VllmEngine(LLMEngine):
                 for choice in output.outputs:
                     if choice.finish_reason == "abort" and self.in_flight.draining:
                         raise EngineShutdown("the worker is draining")
-                    chunk = self._chunk(choice, sent, request, len(prompt), output)
+                    chunk = self._chunk(choice, sent, request, len(prompt), output, suffix)
                     if chunk is not None and len(sent) > 1:
                         chunk = choices.without_end(chunk, ends)
                     if chunk is not None:
                         yield chunk
             for chunk in choices.together(ends):
                 yield chunk
-        if self._shadow is not None and output is not None:
-            self._shadow.note(prompt, salt, output.num_cached_tokens or 0)
+        if self._guarded is not None and output is not None:
+            self._guarded.note(prompt, key, output.num_cached_tokens or 0)
 
-    def _kv_params(self, request: Any, context: Any, salt: str | None) -> dict[str, Any]:
-        """kv_transfer_params for the connectors: the handover's part and the tiers' part."""
+    def _kv_params(self, request: Any, context: Any, salt: str | None, suffix: str) -> tuple[dict[str, Any], str]:
+        """kv_transfer_params for the connectors, the handover's part and the tiers' part; and the suffix of the salt."""
         params: dict[str, Any] = {}
         if self.config.role == "prefill":
             params.update(handover.PREFILL_PARAMS)
         elif self.config.role == "decode":
             try:
-                params.update(handover.accept(extract_prefill_result(request), self.identity) or {})
+                offered = extract_prefill_result(request)
+                pulled = handover.accept(offered, self.identity)
+                if pulled:
+                    suffix = handover.agreed(offered, suffix)
+                    params.update(pulled)
             except DynamoBlobError as e:
                 log.error("%s", e)
-        params.update(self._tier_params(context, salt, bool(params.get("do_remote_prefill"))))
-        return params
+        params.update(self._tier_params(context, (salt or "") + suffix, bool(params.get("do_remote_prefill"))))
+        return params, suffix
 
-    def _tier_params(self, context: Any, salt: str | None, remote_kv: bool) -> dict[str, Any]:
+    def _tier_params(self, context: Any, key: str, remote_kv: bool) -> dict[str, Any]:
+        """`key` is the salt as the engine has it; what is under quarantine changes keys, not whose KV it is."""
         if self.config.kv is None:
             return {}
-        return tags.tier_params(self.config.role, context.metadata, salt, remote_kv)
+        return tags.tier_params(self.config.role, context.metadata, plain(key) or None, remote_kv)
 
-    def _chunk(self, choice: Any, sent: list[int], request: Any, prompt_len: int, output: Any) -> dict[str, Any] | None:
+    def _chunk(
+        self, choice: Any, sent: list[int], request: Any, prompt_len: int, output: Any, suffix: str
+    ) -> dict[str, Any] | None:
         """Dynamo's chunk for what `choice` gained since the last one; None when it gained nothing."""
         done, index = sent[choice.index], choice.index
         new = list(choice.token_ids[done:])
@@ -216,7 +226,7 @@ class VllmEngine(LLMEngine):
             chunk["finish_reason"] = "cancelled" if choice.finish_reason == "abort" else choice.finish_reason
             chunk["completion_usage"] = _usage(prompt_len, sum(sent), output.num_cached_tokens, request)
             if self.config.role == "prefill":
-                chunk["disaggregated_params"] = handover.offer(output.kv_transfer_params, self.identity)
+                chunk["disaggregated_params"] = handover.offer(output.kv_transfer_params, self.identity, suffix)
         return chunk
 
     async def abort(self, context: Any) -> None:
@@ -240,8 +250,8 @@ class VllmEngine(LLMEngine):
             log.warning(
                 "%s: %d answers did not finish in %.0f s and migrate", self.config.name, aborted, self.config.drain_s
             )
-        if self._shadow is not None:
-            await self._shadow.close()
+        if self._guarded is not None:
+            await self._guarded.close()
         self.llm.shutdown()
         self.llm = None
         if self._relay is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from components.common.errors import DynamoBlobError, nearest
+from components.common.kv.config import KvTiersConfig
 from components.common.messages.salt import parse
 from components.common.messages.tenants import RetentionClass, TenantsFile
 
@@ -93,3 +94,15 @@ class Classes:
                 },
             })  # fmt: skip
         return {"rules": rules}
+
+
+def classes_of(config: KvTiersConfig) -> Classes:
+    """The classes a worker is configured with."""
+    if config.tenants_file:
+        return Classes.of_file(TenantsFile.load(config.tenants_file), config.container)
+    return Classes.single(config.container)
+
+
+def home_of(config: KvTiersConfig) -> str:
+    """The container with ``_control/``."""
+    return config.container or sorted(set(classes_of(config).containers().values()))[0]

@@ -106,7 +106,14 @@ class SaltTable:
 
 
 def salt_of(event: dict[str, Any]) -> str:
-    """The salt in the first block's extra keys: the string of our composed shape, else vLLM's tag, else the only plain string."""
+    """The salt in the first block's extra keys: the string of our composed shape, else vLLM's tag, else the only plain string.
+
+    Without what a quarantine appended: the router asks with the request's own salt.
+    """
+    return salts.bare(_salt_of(event))
+
+
+def _salt_of(event: dict[str, Any]) -> str:
     keys = (event.get("extra_keys") or [None])[0] or ()
     plain = []
     for key in keys:
@@ -115,7 +122,7 @@ def salt_of(event: dict[str, Any]) -> str:
         if isinstance(key, str) and key != event.get("lora_name"):
             plain.append(key)
     for text in plain:
-        if salts.parse(text):
+        if salts.parse(salts.bare(text)):
             return text
     return plain[0] if plain else ""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
-from components.common.kv.classes import Classes
+from components.common.kv.classes import classes_of, home_of
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.epochs import Epochs
 from components.common.kv.index import Index
@@ -28,7 +28,6 @@ from components.common.kv.stores import (
     posix_transport,
 )
 from components.common.messages.announce import Listener
-from components.common.messages.tenants import TenantsFile
 from components.common.storage.account import Account
 from components.common.transfer.base import Transport
 from components.common.transfer.nixl_blob import leave_at_exit
@@ -110,7 +109,7 @@ def open_tier(
     if store == "posix":
         transport = posix_transport(config.nvme_dir, pool, config)
         notes: Notes = DirectoryNotes(Path(config.nvme_dir))
-        classes = _classes(config)
+        classes = classes_of(config)
         opened = Opened(
             pool,
             {"dir": transport},
@@ -133,23 +132,12 @@ def _follow_purges(opened: Opened, config: KvTiersConfig) -> None:
     """The tenants' purge generations, for a directory beside a Blob tier."""
     assert config.account is not None
     account = Account(config.account)
-    control = KvStore(account, _home(config), threads=1)
+    control = KvStore(account, home_of(config), threads=1)
     opened.epochs = Epochs(
         control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s
     ).start()  # fmt: skip
     opened.epochs.wait_first(FIRST_READ_S)
     opened.closers = [opened.epochs.close, control.close, account.close]
-
-
-def _home(config: KvTiersConfig) -> str:
-    """The container with ``_control/``."""
-    return config.container or sorted(set(_classes(config).containers().values()))[0]
-
-
-def _classes(config: KvTiersConfig) -> Classes:
-    if config.tenants_file:
-        return Classes.of_file(TenantsFile.load(config.tenants_file), config.container)
-    return Classes.single(config.container)
 
 
 FIRST_READ_S = 3.0
@@ -158,10 +146,10 @@ FIRST_READ_S = 3.0
 
 def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace], worker: str) -> Opened:
     assert config.account is not None
-    account, classes = Account(config.account), _classes(config)
+    account, classes = Account(config.account), classes_of(config)
     containers = sorted(set(classes.containers().values()))
     transports = {c: blob_transport(account, c, pool, config) for c in containers}
-    home = _home(config)
+    home = home_of(config)
     control = KvStore(account, home, threads=1)
     index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
     epochs = Epochs(

@@ -10,7 +10,7 @@ the next token's distribution depends on that chunk. Three short runs, alone in 
 
 `hit` must equal `control` within `band` (nats; 0 is reached alone in the batch, bf16 prefill in a busy batch needs a
 little). Beyond it the check is run once more; if it fails again the chunk and all that follow it in the chain are
-quarantined: deleted from Blob, reported gone to every worker, HBM and DRAM of this one emptied.
+quarantined: out of reach of every worker at every tier (quarantine.py), and deleted from Blob.
 
 An object is checked at its k-th hit in every k (k = 1 / rate, the place in the cycle by its name), so a wrong object is
 found within `every` hits on it by one worker, at most `every` x workers in all.
@@ -49,16 +49,21 @@ class Engine(Protocol):
     def idle(self) -> bool:
         """No request running or waiting."""
 
-    async def forget(self) -> None:
-        """Empty HBM and DRAM of cached prefixes."""
-
 
 class Hit(NamedTuple):
-    """A request that used cached KV: `cached` prompt tokens were not computed."""
+    """A request that used cached KV: `cached` prompt tokens were not computed. `salt` as the engine was given it."""
 
     ids: tuple[int, ...]
     salt: str
     cached: int
+
+
+class Condemned(NamedTuple):
+    """A chain from its first wrong chunk on: `first` is its place in the prompt, `keys` the chunks' hashes."""
+
+    hit: Hit
+    first: int
+    keys: list[bytes]
 
 
 class Finding(NamedTuple):
@@ -93,7 +98,7 @@ class ShadowChecker:
 
     chunk_tokens  tokens of one object
     hashes        ids, salt -> hash of every full chunk of the prompt, in order (`chunk_hashes`)
-    quarantine    called with (hashes condemned, salt) once a wrong chunk was found
+    quarantine    called once a wrong chunk was found
     queue         hits waiting at most; the oldest is dropped and counted
     """
 
@@ -102,7 +107,7 @@ class ShadowChecker:
         engine: Engine,
         chunk_tokens: int,
         hashes: Callable[[Sequence[int], str], list[bytes]],
-        quarantine: Callable[[list[bytes], str], Awaitable[None]],
+        quarantine: Callable[[Condemned], Awaitable[None]],
         *,
         every: int = 50,
         band: float = 0.25,
@@ -113,6 +118,9 @@ class ShadowChecker:
         self._waiting: deque[tuple[Hit, int]] = deque(maxlen=queue)
         self.counters: Counter[str] = Counter()
         self.worst_noise = 0.0
+        self._condemned: set[bytes] = set()
+        self.found: tuple[str, float] | None = None
+        """Key of the newest wrong chunk and when it was found, Unix seconds."""
 
     def note(self, hit: Hit) -> None:
         """A request used cached KV; what is due of it is queued. Hashes the cached part of the prompt: about 20 us a block."""
@@ -131,7 +139,11 @@ class ShadowChecker:
         """Check while the engine is idle, until `stop`."""
         while not stop.is_set():
             if self._waiting and self._engine.idle():
-                await self.step()
+                try:
+                    await self.step()
+                except Exception as e:  # an engine's or a store's: this hit stays unjudged, the check goes on
+                    self.counters["failed"] += 1
+                    log.warning("KV-SHADOW: a check failed: %s: %s", type(e).__name__, e)
             else:
                 try:
                     await asyncio.wait_for(stop.wait(), pause_s)
@@ -143,6 +155,8 @@ class ShadowChecker:
         if not self._waiting:
             return None
         hit, border = self._waiting.popleft()
+        if self._condemned and not self._condemned.isdisjoint(self._hashes(hit.ids[:border], hit.salt)):
+            return None  # it had begun before its chain was condemned
         finding = await self._check(hit, border)
         if (
             finding is not None
@@ -153,12 +167,13 @@ class ShadowChecker:
             first = await self._first_wrong(hit, border)
             keys = self._hashes(hit.ids, hit.salt)[first:]
             self.counters["wrong"] += 1
+            self.found = keys[0].hex(), time.time()
+            self._condemned.add(keys[0])
             log.error(
                 "KV-SHADOW-MISMATCH: chunk %d (%s) of salt %s differs from its recomputation by %.3g nats (band %.3g); "
                 "%d chunks quarantined", first, keys[0].hex(), hit.salt[:32], again.distance, self._band, len(keys),
             )  # fmt: skip
-            await self._engine.forget()
-            await self._quarantine(keys, hit.salt)
+            await self._quarantine(Condemned(hit, first, keys))
         return finding
 
     async def _check(self, hit: Hit, border: int) -> Finding | None:
@@ -206,22 +221,6 @@ def distance(a: Tops, b: Tops) -> float:
             out = max(out, there - (least_b if y is None else least_a), 0.0)
         elif max(x, y) > _FLOOR:
             out = max(out, abs(x - y))
-    return out
-
-
-def chunk_hashes(ids: Sequence[int], salt: str, block_tokens: int, chunk_tokens: int) -> list[bytes]:
-    """The engine's hash of the last block of every full chunk: the key of its object (sha256_cbor, vLLM's chain)."""
-    from vllm.utils.hashing import sha256_cbor
-    from vllm.v1.core import kv_cache_utils as kv
-
-    if not hasattr(kv, "NONE_HASH"):
-        kv.init_none_hash(sha256_cbor)
-    parent, out = None, []
-    for at in range(0, len(ids) // chunk_tokens * chunk_tokens, block_tokens):
-        extra = (("cache_salt", salt),) if salt and at == 0 else None
-        parent = kv.hash_block_tokens(sha256_cbor, parent, tuple(ids[at : at + block_tokens]), extra)
-        if (at + block_tokens) % chunk_tokens == 0:
-            out.append(bytes(parent))
     return out
 
 

@@ -3,6 +3,7 @@
 Everything of ours besides objects lies under ``_control/`` in the graph's KV container:
 
     _control/epochs.json             {tenant: generation}, ETag compare-and-swap (see epochs.py)
+    _control/quarantine.json         marks of KV found wrong, ETag compare-and-swap (see quarantine.py)
     _control/sweeper.lock            the blob whose lease makes one sweeper the one that works
     _control/catalogue.snapshot      the catalogue, written by the sweeper
     _control/journal/<worker>.log    append blobs: puts, hits and losses of each worker

@@ -8,6 +8,9 @@ not know; so the composed salt is the one carrier. It reads ``<tenant>-<class>-<
     mac     32 hex: HMAC-SHA256(tenant key, client's salt or empty), shortened
 
 Only the gateway composes it; it drops what clients send in this shape.
+
+Inside a worker a salt may carry suffixes (components/common/kv/quarantine.py): ``~q`` and ``~r`` set KV apart that was
+computed after a quarantine, ``~s`` what one worker computed for itself while it could not read the quarantine.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import NamedTuple
 from blake3 import blake3
 
 _FORM = re.compile(r"^([0-9a-f]{32})-([a-z0-9]{1,16})-([0-9a-f]{32})$")
+_APART = re.compile(r"(?:~[qr][0-9a-f]{16})+$")
+_ANY = re.compile(r"(?:~[qrs][0-9a-f]{16})+$")
 
 
 class Salt(NamedTuple):
@@ -45,3 +50,18 @@ def parse(text: str | None) -> Salt | None:
     """The parts of a composed salt; None for no salt or a salt of another shape."""
     found = _FORM.match(text or "")
     return Salt(*found.groups()) if found else None
+
+
+def plain(text: str) -> str:
+    """A worker's salt without the suffixes of a quarantine. One with a private suffix stays as it is: nobody's."""
+    return _APART.sub("", text)
+
+
+def bare(text: str) -> str:
+    """A worker's salt as the gateway sent it: without any suffix."""
+    return _ANY.sub("", text)
+
+
+def suffixed(text: str) -> bool:
+    """Whether `text` is nothing but suffixes, or empty."""
+    return not text or _ANY.fullmatch(text) is not None
