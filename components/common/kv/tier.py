@@ -12,7 +12,7 @@ import logging
 import os
 import queue
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from components.common.errors import DynamoBlobError
 from components.common.kv import hooks, metrics
+from components.common.kv.announced import Announced
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.index import Index, MemoryIndex
 from components.common.kv.keys import PUBLIC, is_tenant, object_name
@@ -49,7 +50,6 @@ log = logging.getLogger(__name__)
 TENANT, CLASS = "tenant", "class"
 """Keys of kv_transfer_params that name the owner of a request's KV (see `build.kv_params_for`)."""
 
-_ANNOUNCED = 1 << 16
 _STATUS_S = 1.0
 _STATS_S = 0.25
 
@@ -92,9 +92,7 @@ class DynamoBlobTier(SecondaryTierManager):
         self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
         self._over: list[JobResult] = []
         self._storing: set[str] = set()
-        self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
-        events = offloading_spec.kv_events_config
-        self._events: list[OffloadingEvent] | None = [] if events.enable_kv_cache_events else None
+        self._announced = Announced(bool(offloading_spec.kv_events_config.enable_kv_cache_events))
         self.counts: Counter[tuple[str, str]] = Counter()
         self._stats = metrics.Recorder(f"{tier_type}:{store}")
         self._status_due = self._stats_due = 0.0
@@ -299,7 +297,7 @@ class DynamoBlobTier(SecondaryTierManager):
         self._lookups.stored(end.unit.name)
         saved = hooks.seconds_saved(end.tokens, self.namespaces[get_offload_group_idx(end.key)].tokens_per_chunk)
         self._index.note_put(end.unit.name, self._mover.codec.object_bytes, end.request.cls, saved, end.parent)
-        self._announce([end.key])
+        self._announced.stored(end.key)
 
     def _loaded(self, end: End, job: Job) -> None:
         self._stats.ended("read", end.reason, self._mover.codec.object_bytes, time.monotonic() - end.unit.begun)
@@ -308,13 +306,13 @@ class DynamoBlobTier(SecondaryTierManager):
             job.nbytes += self._mover.codec.object_bytes
             end.request.loaded += 1
             self._index.note_hit(end.unit.name)
-            self._announce([end.key])
+            self._announced.stored(end.key)
             return
         end.request.missed.add(end.key)
         self._lookups.negative(end.unit.name)
         if end.reason not in ("late", "failed", "refused", "closed"):  # the object itself is gone or wrong
             self._index.note_gone(end.unit.name, end.reason)
-            self._retract(end.key)
+            self._announced.gone(end.key)
 
     def _finish(self, job_id: int, job: Job) -> None:
         del self._jobs[job_id]
@@ -329,23 +327,8 @@ class DynamoBlobTier(SecondaryTierManager):
 
     # ---- events, status, metrics
 
-    def _announce(self, keys: list[OffloadKey]) -> None:
-        new = [k for k in keys if k not in self._announced]
-        for key in new:
-            self._announced[key] = None
-        while len(self._announced) > _ANNOUNCED:
-            self._announced.popitem(last=False)
-        if new and self._events is not None:
-            self._events.append(OffloadingEvent(keys=new, medium=Medium.STORAGE, removed=False))
-
-    def _retract(self, key: OffloadKey) -> None:
-        if self._announced.pop(key, self) is not self and self._events is not None:
-            self._events.append(OffloadingEvent(keys=[key], medium=Medium.STORAGE, removed=True))
-
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            yield from events
+        return self._announced.take()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.end_of_step()
@@ -400,7 +383,7 @@ class DynamoBlobTier(SecondaryTierManager):
         """Bounded: every chunk has a deadline."""
         self._mover.drain(max(self.config.load_deadline_s, self.config.store_deadline_s) + 5.0)
         self._take_ends()
-        self._announced.clear()
+        self._announced.forget()
 
     def shutdown(self) -> None:
         """Raises when chunks are still under way after 5 s: vLLM then keeps the DRAM tier mapped."""
