@@ -8,6 +8,7 @@ from typing import Any, Literal
 from components.common.engine.config import EngineArgs, KvConfig, WorkerConfig
 from components.common.errors import DynamoBlobError
 from components.common.loading.config import ReleaseConfig, TrustConfig, WeightsConfig
+from components.common.messages.weights import HANDOVER_SUFFIX
 from components.common.storage.azurite import AzuriteConfig
 from components.frontend.config import GatewayConfig
 from components.weights.config import WeightServiceConfig
@@ -168,7 +169,7 @@ class _Compiler:
             # Workers start beside the store and the weight service: the wait covers their start.
             service_deadline_s=60.0, on_outage=spec.components.weights.on_outage, loader=spec.engine.loader,
             allow_unverified=spec.engine.allow_unverified, budget_bytes=spec.components.weights.budget_bytes, report=report,
-            cache_dir=cache_dir,  # read by itself only when neither service nor store answers
+            sealed_uid=self.site.weights_uid(spec), cache_dir=cache_dir,  # read by itself only when neither service nor store answers
         )  # fmt: skip
 
     def storage(self) -> tuple[StorageUse, ...]:
@@ -246,7 +247,7 @@ class _Compiler:
         )  # fmt: skip
         return self.process(
             "weights", i, spec, [site.python, "-m", "components.weights"], config=config, env=self.env.python(),
-            sockets=(listen.removeprefix("unix:"),), probe=Probe(unix_http=f"{listen}:/health", deadline_s=120),
+            sockets=(path := listen.removeprefix("unix:"), path + HANDOVER_SUFFIX), probe=Probe(unix_http=f"{listen}:/health", deadline_s=120),
             after=("azurite-0",) if self.site.embedded(self.spec) else (), identity="serving-weights-only",
             secrets=self.credentials("serving-weights-only", "weights"), talks_to=("azurite",) if self.site.embedded(self.spec) else (),
             volumes=(*self.cache_volume(i, read_only=False), *site.node_volumes(self.spec, "weights", i)),

@@ -150,6 +150,10 @@ class Site:
         count = spec.components.weights.replicas
         return self.unix(f"weights-{replica % count}.sock") if count else ""
 
+    def weights_uid(self, spec: GraphSpec) -> int:
+        """Whom a worker expects behind the weight service's socket; -1 = its own user."""
+        return -1
+
     def weights_peers(self, spec: GraphSpec, replica: int) -> tuple[str, ...]:
         others = (j for j in range(spec.components.weights.replicas) if j != replica)
         return tuple(self.weights_listen(spec, j) for j in others)

@@ -11,8 +11,9 @@ Contract:
   through a mapping (a write costs a page fault per 4 KiB there, and is SIGBUS on a full file system): it receives and
   checks in a buffer of its own, then one pwrite. Workers check again in the memory they map.
 * Files found at start, or whose stat changed since they were verified, count as unverified until hashed again.
-* The sum of file sizes never exceeds the budget. Eviction is LRU over entries without leases; a leased
-  (mapped) or filling entry is pinned. A lease ends with its connection, so a dead worker pins nothing.
+* The sum of file sizes, sealed copies (components.weights.sealed) included, never exceeds the budget. Eviction is LRU
+  over entries without leases, sealed copies first; a leased (mapped) or filling entry is pinned. A lease ends with its
+  connection, so a dead worker pins nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import shutil
 import stat
@@ -34,11 +34,12 @@ from typing import Any, Literal
 import numpy as np
 
 from components.common.errors import DynamoBlobError
+from components.common.loading.pages import HUGE, map_file, reserve
 from components.common.registry.manifest import FileEntry
 
 log = logging.getLogger("dynamo_blob.weights")
 
-_RESERVE_STEP = 32 * 2**20  # a step holds the file's lock, and writers wait for it
+_RESERVE_STEP = 16 * HUGE  # a step holds the file's lock, and writers wait for it
 
 State = Literal["filling", "checking", "present", "failed"]
 
@@ -79,6 +80,24 @@ class Entry:
             listener()
 
 
+class Sealed:
+    """A copy of one file that the kernel keeps from changing; `fd` is -1 while it is made."""
+
+    def __init__(self, file: FileEntry) -> None:
+        self.file, self.fd, self.leases, self.used = file, -1, 0, time.monotonic()
+        self.given_up = False
+
+    @property
+    def pinned(self) -> bool:
+        return self.leases > 0
+
+    def close(self) -> None:
+        """No more leases. One that is being made is given up by its maker."""
+        self.given_up = True
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class NodeCache:
     """Thread-safe. One instance owns `directory` (WEIGHTS-CACHE-TAKEN if another process does)."""
 
@@ -87,6 +106,9 @@ class NodeCache:
         self._uid = uid
         self._lock = threading.RLock()
         self._entries: dict[str, Entry] = {}
+        self._sealed: dict[str, Sealed] = {}
+        self._release = 0  # bytes of all files that are to be kept
+        self.completed: Callable[[Entry], None] = lambda _: None
         self.evicted = self.refused = self.stale = 0
         for name in ("objects", "partial", "manifests"):
             (directory / name).mkdir(parents=True, exist_ok=True)
@@ -107,11 +129,15 @@ class NodeCache:
     @property
     def used(self) -> int:
         with self._lock:
-            return sum(e.file.size for e in self._entries.values())
+            return sum(e.file.size for e in self._held())
+
+    def _held(self) -> list[Entry | Sealed]:
+        return [*self._entries.values(), *self._sealed.values()]
 
     def adopt(self, files: Iterable[FileEntry]) -> None:
         """What lies in the directory: files of the release with the right size wait to be checked, others are removed."""
         wanted = {f.blake3: f for f in files}
+        self._release = sum(f.size for f in wanted.values())
         with self._lock:
             for path in sorted((self.directory / "objects").iterdir(), key=lambda p: p.lstat().st_atime):
                 file, info = wanted.get(path.name), path.lstat()
@@ -158,6 +184,8 @@ class NodeCache:
             elif entry.state == "checking" and not entry.working:
                 entry.working = True
                 work = list(range(len(file.ranges)))
+            if entry.state == "present" and file.blake3 not in self._sealed:
+                self.completed(entry)  # there may be room by now
             entry.leases += 1
             entry.used = time.monotonic()
             return entry, work
@@ -167,7 +195,43 @@ class NodeCache:
         with self._lock:
             entry.leases += 1
 
-    def release(self, entry: Entry) -> None:
+    def lease_sealed(self, digest: str) -> Sealed | None:
+        """The sealed copy of a file, pinned until `release`; None if there is none (yet)."""
+        with self._lock:
+            sealed = self._sealed.get(digest)
+            if sealed is None or sealed.fd < 0:
+                return None
+            sealed.leases += 1
+            sealed.used = time.monotonic()
+            return sealed
+
+    def begin_sealing(self, file: FileEntry) -> Sealed | None:
+        """Room for a sealed copy, if there is any beside all files of the release; nothing is evicted for it."""
+        with self._lock:
+            files = sum(e.file.size for e in self._entries.values())
+            copies = sum(x.file.size for x in self._sealed.values())
+            if file.blake3 in self._sealed or max(files, self._release) + copies + file.size > self.budget:
+                return None
+            sealed = self._sealed[file.blake3] = Sealed(file)
+            return sealed
+
+    def end_sealing(self, sealed: Sealed, fd: int) -> None:
+        """`fd`: the sealed and proven copy, ours from now on; -1 = there is none."""
+        with self._lock:
+            sealed.fd, sealed.used = fd, time.monotonic()
+            if sealed.given_up:
+                sealed.close()
+            elif fd < 0:
+                self._sealed.pop(sealed.file.blake3, None)
+
+    def altered(self, entry: Entry) -> None:
+        """The file is not what was verified: nobody finds it any more."""
+        with self._lock:
+            if self._entries.get(entry.file.blake3) is entry:
+                self.stale += 1
+                self._drop(entry)
+
+    def release(self, entry: Entry | Sealed) -> None:
         with self._lock:
             entry.leases -= 1
             entry.used = time.monotonic()
@@ -198,7 +262,8 @@ class NodeCache:
         with self._lock:
             return {
                 "directory": str(self.directory), "budget_bytes": self.budget, "used_bytes": self.used, "entries": len(self._entries),
-                "present": sum(e.state == "present" for e in self._entries.values()), "leases": sum(e.leases for e in self._entries.values()),
+                "present": sum(e.state == "present" for e in self._entries.values()), "leases": sum(e.leases for e in self._held()),
+                "sealed": sum(x.fd >= 0 for x in self._sealed.values()),
                 "evicted": self.evicted, "refused": self.refused, "stale": self.stale,
             }  # fmt: skip
 
@@ -209,15 +274,22 @@ class NodeCache:
                 entry.writer = None
                 if entry.state == "filling":
                     entry.path.unlink(missing_ok=True)
+            for sealed in self._sealed.values():
+                sealed.close()
+            self._sealed.clear()
             os.close(self._owner)
 
     def _make_room(self, file: FileEntry) -> None:
         if file.size <= self.budget:
             free = self.budget - self.used
-            for entry in sorted((e for e in self._entries.values() if not e.pinned), key=lambda e: e.used):
+            unpinned = [e for e in self._held() if not e.pinned]
+            for entry in sorted(unpinned, key=lambda e: (isinstance(e, Entry), e.used)):
                 if free >= file.size:
                     break
                 free += entry.file.size
+                if isinstance(entry, Sealed):
+                    self._sealed.pop(entry.file.blake3).close()
+                    continue
                 self.evicted += 1
                 self._drop(entry)
             if free >= file.size:
@@ -253,8 +325,8 @@ class NodeCache:
         return entry
 
     def reserve(self, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Give a new file all its pages (0.4 CPU s per GB) before a worker maps it: a hole on a full file system is
-        SIGBUS for whoever touches it. Ranges are written meanwhile. Raises WEIGHTS-CACHE-FULL."""
+        """Give a new file all its pages before a worker maps it: a hole on a full file system is SIGBUS for whoever
+        touches it. Ranges are written meanwhile. Raises WEIGHTS-CACHE-FULL."""
         writer = entry.writer
         if entry.reserved or writer is None:
             return
@@ -262,7 +334,7 @@ class NodeCache:
             for at in range(0, entry.file.size, _RESERVE_STEP):
                 if stopped() or entry.state == "failed":
                     return
-                os.posix_fallocate(writer.fd, at, min(_RESERVE_STEP, entry.file.size - at))
+                reserve(writer.fd, entry.array, at, min(at + _RESERVE_STEP, entry.file.size))
         except OSError as e:
             raise self._no_room(entry.file, e) from None
         with self._lock:
@@ -300,6 +372,7 @@ class NodeCache:
         entry.writer = None
         entry.stat = _stat(entry.path)
         entry.state, entry.working = "present", False
+        self.completed(entry)
 
     def _drop(self, entry: Entry) -> None:
         """Out of the directory. Workers that map it keep their pages; nobody finds it any more."""
@@ -336,7 +409,7 @@ def _free(directory: Path) -> int:
 def _map(path: Path, size: int) -> np.ndarray[Any, Any]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        return np.frombuffer(mmap.mmap(fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
+        return map_file(fd, size)
     finally:
         os.close(fd)
 

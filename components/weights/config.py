@@ -19,6 +19,10 @@ class WeightServiceConfig(Config):
         ge=-1,
         description="owner of cache files when the service runs as root, so that no worker owns them; -1 = the service's own uid",
     )
+    seal: bool = Field(
+        True,
+        description="also keep complete files in sealed memory, as far as cache_bytes has room for both: workers of the node map those without hashing them again",
+    )
     peers: tuple[str, ...] = Field((), description="other weight services: unix:/path or host:port")
     announce: str = Field(
         "",

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from components.common.errors import DynamoBlobError
 from components.weights.cache import Entry
+from components.weights.handover import Handover
 from components.weights.service import WeightService
 
 log = logging.getLogger("dynamo_blob.weights")
@@ -178,6 +179,8 @@ async def serve(service: WeightService, stop: asyncio.Event) -> None:
     runner = web.AppRunner(application(service), access_log=None, handle_signals=False, shutdown_timeout=2.0)
     await runner.setup()
     site = await _listen(runner, service.config.listen)
+    handover = Handover(service)
+    await handover.start()
     resolving = asyncio.create_task(asyncio.to_thread(service.resolve))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -188,6 +191,7 @@ async def serve(service: WeightService, stop: asyncio.Event) -> None:
             resolving.result()
         await stopping
     finally:
+        await handover.close()
         service.close()
         stopping.cancel()
         await site.stop()

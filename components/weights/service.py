@@ -21,6 +21,7 @@ from components.weights.cache import Entry, NodeCache
 from components.weights.config import WeightServiceConfig
 from components.weights.fill import Filler
 from components.weights.peers import Peers
+from components.weights.sealed import Sealer
 from components.weights.wire import Wire
 
 log = logging.getLogger("dynamo_blob.weights")
@@ -42,6 +43,7 @@ class WeightService:
         self.report = Report()
         self.cache: NodeCache | None = None
         self.filler: Filler | None = None
+        self.sealer: Sealer | None = None
         self.peers: Peers | None = None
         self.wire: Wire | None = None
         self.listener: Listener | None = None
@@ -90,6 +92,8 @@ class WeightService:
         self.cache = NodeCache(Path(c.cache_dir), c.cache_bytes, uid=uid)
         self.cache.adopt(weight_files(found.manifest))
         self.cache.keep_manifest(found.manifest.digest(), found.manifest_bytes)
+        if c.seal:
+            self.sealer = Sealer(self.cache, self.report, found.manifest.range_bytes)
         self.filler = Filler(self.cache, found.reader, c.weights, found.manifest.range_bytes, self.report)
         if c.peers:
             size = found.manifest.range_bytes
@@ -217,6 +221,8 @@ class WeightService:
             self.listener.close()
         if self.filler:
             self.filler.close()
+        if self.sealer:
+            self.sealer.close()
         if self.wire:
             self.wire.close()
         if self.cache:

@@ -13,11 +13,9 @@ from components.common.errors import DynamoBlobError
 from graphs.plan import Plan, Probe, Process, Volume
 from graphs.render import base
 from graphs.render.base import Manifest, Pod
-from graphs.render.site import POD_IP, TENANTS
+from graphs.render.site import POD_IP, SHARED_GID, TENANTS, WEIGHTS_UID, WORKER_UID
 
 MIB = 2**20
-WORKER_UID, WEIGHTS_UID, SHARED_GID = 64124, 64123, 64123
-"""Cache files belong to the weight service's user; workers are another one, in the group that may use its socket."""
 
 CLUSTER_ENV = {
     "POD_IP": "status.podIP", "POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace", "POD_UID": "metadata.uid",

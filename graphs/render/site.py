@@ -28,6 +28,8 @@ PORTS = {
     "prefill": SYSTEM_PORT, "decode": SYSTEM_PORT, "aggregated": SYSTEM_PORT, "sweeper": SYSTEM_PORT, "etcd": 2379, "nats": 4222,
 }  # fmt: skip
 RUN, STATE, TENANTS = Path("/run/dynamo-blob"), Path("/var/lib/dynamo-blob"), Path("/etc/dynamo-blob/tenants")
+WORKER_UID, WEIGHTS_UID, SHARED_GID = 64124, 64123, 64123
+"""Cache files belong to the weight service's user; workers are another one, in the group that may use its socket."""
 CACHE, NODE_RUN = Path("/var/cache/dynamo-blob"), Path("/run/dynamo-blob-node")
 PYTHON = "python3"
 
@@ -92,6 +94,9 @@ class ClusterSite(Site):
         """Workers ask the service of their own node; gateways run where there may be none and read a few MB of Blob."""
         on_node = consumer != "frontend" and spec.components.weights.replicas > 0
         return self.weights_listen(spec, 0) if on_node else ""
+
+    def weights_uid(self, spec: GraphSpec) -> int:
+        return WEIGHTS_UID
 
     def weights_peers(self, spec: GraphSpec, replica: int) -> tuple[str, ...]:
         return ()

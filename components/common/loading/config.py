@@ -31,6 +31,11 @@ class WeightsConfig(Config):
         "",
         description="node cache directory, read-only here: used by `on_outage: use_cache` when neither service nor store answers; empty = none",
     )
+    sealed_uid: int = Field(
+        -1,
+        ge=-2,
+        description="uid of the weight service whose sealed files are taken without hashing them again; -1 = this process's own; -2 = nobody's, every byte is hashed here",
+    )
     loader: Literal["dynamo_blob", "auto", "runai_streamer", "modelexpress"] = Field(
         "dynamo_blob", description="others need allow_unverified"
     )

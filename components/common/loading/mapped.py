@@ -4,15 +4,21 @@ The mapping is private and writable: pages are shared with every other worker un
 writes one, which it does only to put right a range that turned out wrong or will not come any more.
 A lease is an open connection to the weight service; it pins the file there and ends by itself when
 the last tensor of the mapping is gone, or the process is.
+
+A sealed file (`sealed`) is one that the weight service verified and the kernel keeps from changing. It is not hashed
+again but for one range, drawn by lot: a service that hands over something else is found out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
-import mmap
 import os
+import random
+import socket
+import struct
 import threading
 import time
 import weakref
@@ -24,24 +30,30 @@ import numpy as np
 
 from components.common.errors import DynamoBlobError
 from components.common.loading.client import ServiceClient, ServiceGone, connect, service_error
+from components.common.loading.pages import map_file
+from components.common.messages.weights import HANDOVER_SUFFIX
 from components.common.registry.manifest import FileEntry
 
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SILENCE_S = 5.0  # the service sends something at least every second; after this it counts as lost
 
 
 class MappedFile:
-    """`array`: the file's bytes. `wait(i)`: whether range i may be read there (it must still be verified)."""
+    """`array`: the file's bytes. `wait(i)`: whether range i may be read there (it must still be verified).
 
-    def __init__(self, file: FileEntry, path: str, lease: http.client.HTTPConnection | None = None) -> None:
-        self.file = file
-        self._lease = lease
+    `lot`: None, or the one range of a sealed file that is hashed here.
+    """
+
+    def __init__(
+        self, file: FileEntry, array: np.ndarray[Any, Any], close: Callable[[], None] | None = None, *, sealed: bool = False
+    ) -> None:  # fmt: skip
+        self.file, self.array = file, array
         self._changed = threading.Condition()
         self._ready = bytearray(len(file.ranges))
         self._lost = ""
-        region = map_private(path, file)
-        self.array: np.ndarray[Any, Any] = np.frombuffer(region, dtype=np.uint8)
-        if lease is not None:
-            weakref.finalize(self.array, lease.close).atexit = False
+        self.lot = random.SystemRandom().randrange(len(file.ranges)) if sealed and file.ranges else None
+        if close is not None:
+            weakref.finalize(array, close).atexit = False
 
     def announce(self, indices: Any) -> None:
         with self._changed:
@@ -72,26 +84,81 @@ class MappedFile:
             return True
 
 
-def map_private(path: str, file: FileEntry) -> mmap.mmap:
+def map_private(path: str, file: FileEntry) -> np.ndarray[Any, Any]:
     """Raises WEIGHTS-CACHE-ENTRY if the file is not there or has another size (a truncated map would kill the process)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as e:
-        raise DynamoBlobError(
-            "WEIGHTS-CACHE-ENTRY", "a file of the node cache cannot be opened", where=path, why=str(e.strerror)
-        ) from None
+        raise _unusable(path, str(e.strerror)) from None
     try:
-        size = os.fstat(fd).st_size
-        if size != file.size:
-            raise DynamoBlobError(
-                "WEIGHTS-CACHE-ENTRY",
-                "a file of the node cache has the wrong size",
-                where=path,
-                why=f"{size} bytes, expected {file.size}",
-            )
-        return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return _map_private(fd, path, file)
     finally:
         os.close(fd)
+
+
+def _map_private(fd: int, path: str, file: FileEntry) -> np.ndarray[Any, Any]:
+    size = os.fstat(fd).st_size
+    if size != file.size:
+        raise _unusable(path, f"{size} bytes, expected {file.size}")
+    return map_file(fd, size, private=True)
+
+
+def _unusable(path: str, why: str) -> DynamoBlobError:
+    return DynamoBlobError("WEIGHTS-CACHE-ENTRY", "a file of the node cache cannot be used", where=path, why=why)
+
+
+def take_sealed(service: ServiceClient, file: FileEntry, uid: int) -> MappedFile | None:
+    """The service's sealed copy of `file`, leased and mapped; None if it has none (now), or nobody listens.
+
+    `uid`: whom the kernel must name as the listener, see WeightsConfig.sealed_uid. Raises WEIGHTS-SEALED-REFUSED
+    when somebody else listens or what came is not sealed, WEIGHTS-CACHE-ENTRY when it has another size: then hash what
+    is on tmpfs.
+    """
+    if not service.address.startswith("unix:") or uid < -1 or not file.size:
+        return None
+    where = service.address + HANDOVER_SUFFIX
+    connection, fds = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), list[int]()
+    try:
+        connection.settimeout(SILENCE_S)
+        connection.connect(where.removeprefix("unix:"))
+        listener = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if listener != (os.geteuid() if uid == -1 else uid):
+            raise _refused(where, f"uid {listener} listens there, expected {os.geteuid() if uid == -1 else uid}")
+        connection.sendall(file.blake3.encode() + b"\n")
+        _, fds, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        if not fds:
+            connection.close()
+            return None
+        check_sealed(fds[0], where)
+        mapped = MappedFile(file, _map_private(fds[0], where, file), connection.close, sealed=True)
+        mapped.announce("all")
+        return mapped
+    except DynamoBlobError:
+        connection.close()
+        raise
+    except OSError:
+        connection.close()
+        return None
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def check_sealed(fd: int, where: str) -> None:
+    """Raises WEIGHTS-SEALED-REFUSED unless the kernel keeps `fd` from every change of content or size."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as e:
+        raise _refused(where, f"the descriptor takes no seals: {e.strerror}") from None
+    if seals & SEALS != SEALS:
+        raise _refused(where, f"seals {seals:#x}, expected {SEALS:#x}")
+
+
+def _refused(where: str, why: str) -> DynamoBlobError:
+    return DynamoBlobError(
+        "WEIGHTS-SEALED-REFUSED", "a sealed file is not taken from the weight service", where=where, why=why,
+        do="every byte is hashed here instead; give weights.sealed_uid the uid that the weight service runs as",
+    )  # fmt: skip
 
 
 def lease(service: ServiceClient, file: FileEntry) -> MappedFile:
@@ -110,9 +177,9 @@ def lease(service: ServiceClient, file: FileEntry) -> MappedFile:
         if first.get("error"):
             raise service_error(503, json.dumps(first["error"]).encode(), service.address)
         try:
-            mapped = MappedFile(file, str(first["path"]), connection)
+            mapped = MappedFile(file, map_private(str(first["path"]), file), connection.close)
         except DynamoBlobError:  # it was completed, and so renamed, between the answer and our open
-            mapped = MappedFile(file, str(first["then"]), connection)
+            mapped = MappedFile(file, map_private(str(first["then"]), file), connection.close)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as e:
         connection.close()
         raise ServiceGone(f"{service.address}: {type(e).__name__}: {e}") from None
@@ -148,6 +215,6 @@ def _follow(target: weakref.ref[MappedFile], answer: http.client.HTTPResponse) -
 
 def local(cache_dir: str, file: FileEntry) -> MappedFile:
     """A complete file of the node cache without its service (on_outage: use_cache)."""
-    mapped = MappedFile(file, str(Path(cache_dir) / "objects" / file.blake3))
+    mapped = MappedFile(file, map_private(str(Path(cache_dir) / "objects" / file.blake3), file))
     mapped.announce("all")
     return mapped

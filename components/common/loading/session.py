@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from components.common.loading.cuda import PINNED_BYTES
 from components.common.loading.fetch import Fetcher
 from components.common.loading.files import verify_small_files
 from components.common.loading.inflight import InFlight
-from components.common.loading.mapped import MappedFile, lease, local
+from components.common.loading.mapped import MappedFile, lease, local, take_sealed
 from components.common.loading.plan import weight_files
 from components.common.loading.ranks import Ranks, SharedFile, check_shared_budget, sweep
 from components.common.loading.report import Report
@@ -25,6 +26,9 @@ from components.common.registry.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     import torch
+
+
+log = logging.getLogger("dynamo_blob.weights")
 
 
 class Session:
@@ -73,6 +77,12 @@ class Session:
             return local(self.config.cache_dir, file)
         if found.service is None or self._service_lost:
             return self._share(file)
+        try:
+            if (sealed := take_sealed(found.service, file, self.config.sealed_uid)) is not None:
+                return sealed
+        except DynamoBlobError as e:
+            self.report.add("sealed_refused")
+            log.warning("%s", str(e))  # an error in a log record would keep the whole load alive
         try:
             return lease(found.service, file)
         except ServiceGone as e:

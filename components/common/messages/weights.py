@@ -12,6 +12,10 @@
 
 A loader never trusts these answers for content: every range is checked against the manifest whose
 digest it was told by its own plan or by a verified signature.
+
+Sealed files come over a second Unix socket (this one's path + HANDOVER_SUFFIX), as descriptors: see
+components.weights.handover. The kernel says who listens there and that the file cannot change; that its content
+is what the digest says is the service's word (docs/weights.md, "Who trusts whom").
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from __future__ import annotations
 from typing import Literal
 
 from components.common.config import Config
+
+HANDOVER_SUFFIX = ".fd"
 
 
 class Source(Config):

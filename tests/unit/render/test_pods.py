@@ -132,6 +132,7 @@ def test_the_node_cache_is_written_by_the_weight_service_and_read_by_workers() -
     owner = found["weights"].spec["securityContext"]["runAsUser"]
     assert owner != found["prefill"].spec["securityContext"]["runAsUser"]  # no worker owns what it maps
     assert owner == found["weights"].main.config["cache_uid"]  # type: ignore[index]
+    assert {found[n].main.config["weights"]["sealed_uid"] for n in ("prefill", "decode")} == {owner}  # type: ignore[index]
     assert "frontend" not in {n for n, p in found.items() if any(v.get("hostPath") for v in p.spec["volumes"])}
 
 
