@@ -61,7 +61,7 @@ def _kv_settings(graph: Graph, kv: KvSpec | None, where: tuple[str, ...]) -> dic
     if kv is None:
         return None
     profile, _ = read_kv_profile(kv.profile, graph.place(*where, "profile"))
-    return merged_kv(profile, kv.set, graph.place(*where, "profile"))
+    return merged_kv(profile, kv.set, graph.place(*where, "profile"), overlap=kv.overlap)
 
 
 def compile_plan(graph: Graph, site: Site) -> Plan:

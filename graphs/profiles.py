@@ -77,13 +77,22 @@ def read_kv_profile(name: str, where: str) -> tuple[KvProfile, Document]:
     return _checked(profile, findings, name, document), document
 
 
-def merged_kv(profile: KvProfile, more: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings of the tiers: the profile's, its cost policy, then the graph's own. Raises PROFILE-UNKNOWN."""
+def merged_kv(profile: KvProfile, more: Mapping[str, Any], where: str, overlap: bool = False) -> dict[str, Any]:
+    """Settings of the tiers: the profile's, its cost policy, then the graph's own. Raises PROFILE-UNKNOWN, KV-OVERLAP."""
     policy: dict[str, Any] = {}
     if profile.cost is not None:
         hardware = _find("hardware", profile.cost.hardware, where).data
         policy = {"policy": {**POLICY, "hardware": hardware, "tiers": profile.cost.tiers}}
-    return {**profile.settings, **policy, **more}
+    merged = {**profile.settings, **policy, **more}
+    if overlap:
+        if merged.get("policy", {}).get("module") != POLICY["module"]:
+            raise DynamoBlobError(
+                "KV-OVERLAP", f"kv profile '{profile.profile}' has no cost model, and overlap is planned by it", where=where,
+                why="without a measured prefill curve nobody knows where both ends would meet",
+                do="choose a profile with `cost:`, or leave `overlap` out",
+            )  # fmt: skip
+        merged["policy"] = {**merged["policy"], "overlap": True}
+    return merged
 
 
 def _find(kind: str, name: str, where: str) -> Document:

@@ -134,6 +134,9 @@ class EngineSpec(Spec):
 class KvSpec(Spec):
     profile: str = Field(description="configs/kv/<profile>.yaml")
     set: dict[str, Any] = Field({}, description="values of the profile's `settings` to replace")
+    overlap: bool = Field(
+        False, description="compute a prompt's front while its back loads, where the cost model says that it wins"
+    )
 
 
 class RuntimeSpec(Spec):

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from components.common.kv.build import kv_transfer_config
+from components.common.kv.build import kv_transfer_config, scheduler_args
 from components.common.kv.keys import parse_name
 from components.common.kv.objects import HEADER_BYTES
 from tests.kvtools.azure import Store
@@ -28,7 +28,7 @@ def settings(store: Store | None = None, *, port: int | None = None, **more: Any
 
 
 def engine_args(config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"dtype": "float32", "kv_transfer_config": kv_transfer_config(config), **more}
+    return {"dtype": "float32", "kv_transfer_config": kv_transfer_config(config), **scheduler_args(config), **more}
 
 
 def chunks(store: Store, container: str = CONTAINER) -> list[str]:

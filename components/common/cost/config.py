@@ -81,6 +81,9 @@ class CostConfig(Config):
     deadline_floor_s: float = Field(0.05, gt=0, description="no deadline below this: scheduling noise")
     overlap: bool = Field(False, description="compute from the front while chunks load from the back, where it wins")
     overlap_min_tokens: int = Field(4096, gt=0, description="no overlap below: at 2k tokens no gain was measured")
+    overlap_step_tokens: int = Field(
+        512, gt=0, description="tokens of an engine step at most while a tail loads: in one large step nothing overlaps"
+    )
     overlap_min_gain: float = Field(
         0.15, ge=0, description="predicted relative gain over the better single way below which no overlap is planned"
     )

@@ -89,6 +89,10 @@ def engine_args(config: WorkerConfig, model_path: str, kv_events_endpoint: str) 
     transfer = kv_transfer(config)
     if transfer is not None:
         fields["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if config.kv is not None:
+        from components.common.kv.build import scheduler_args
+
+        fields |= scheduler_args(config.kv.settings)
     if kv_events_endpoint:
         fields["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=kv_events_endpoint, topic=""

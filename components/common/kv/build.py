@@ -45,10 +45,14 @@ def offloading(config: KvTiersConfig) -> dict[str, Any]:
         secondary.append(_tier(text, "posix"))
     if config.account is not None:
         secondary.append(_tier(text, "blob"))
-    priced = config.policy.get("module") == f"{PACKAGE}.policy"
+    module, connector = "connector", "DynamoBlobConnector"
+    if overlaps(config):
+        module, connector = "overlap", "OverlapConnector"
+    elif _priced(config):
+        module, connector = "policy", "CostConnector"
     return {
-        "kv_connector": "CostConnector" if priced else "DynamoBlobConnector",
-        "kv_connector_module_path": f"{PACKAGE}.policy" if priced else f"{PACKAGE}.connector",
+        "kv_connector": connector,
+        "kv_connector_module_path": f"{PACKAGE}.{module}",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",
@@ -62,6 +66,23 @@ def offloading(config: KvTiersConfig) -> dict[str, Any]:
             "settings": text,
         },
     }
+
+
+def overlaps(config: KvTiersConfig) -> bool:
+    """Whether this worker may compute a prompt's front while its back loads (`policy.overlap`)."""
+    return _priced(config) and bool(config.policy.get("overlap"))
+
+
+def scheduler_args(settings: Mapping[str, Any] | KvTiersConfig) -> dict[str, Any]:
+    """vLLM arguments beside kv_transfer_config: overlap needs a hook in the scheduler, and steps that end before the next."""
+    config = settings if isinstance(settings, KvTiersConfig) else KvTiersConfig.parse(dict(settings), where="kv")
+    if not overlaps(config):
+        return {}
+    return {"scheduler_cls": f"{PACKAGE}.overlap_scheduler.OverlapScheduler", "async_scheduling": False}
+
+
+def _priced(config: KvTiersConfig) -> bool:
+    return config.policy.get("module") == f"{PACKAGE}.policy"
 
 
 def _tier(settings: dict[str, Any], store: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 DRAM = "dram"
 MODE_KEY = "kv_cost_mode"
-"""kv_transfer_params key: `load` or `recompute` force one way for one request, which then teaches nothing (benchmarks)."""
+"""kv_transfer_params key: `load`, `recompute` (or `overlap`, where a graph has it) force one way for one request, which then teaches nothing (benchmarks)."""
 _LEAST_TOKENS = 64
 """Prefill tokens of a step from which its time says something about prefill."""
 _STATUS_S = 1.0
@@ -55,6 +55,7 @@ class CostPolicy:
         self.policy = Policy(self.config)
         self.deadlines: dict[str, float] = {}
         self.untaught: set[str] = set()
+        self.overlapped = 0
 
     def bind(self, bytes_per_token: int, chunk_tokens: int, step_tokens: int) -> None:
         """What only the running engine knows; called before the first request."""
@@ -84,7 +85,7 @@ class CostPolicy:
             "cost_requests_total": ledger.requests, "cost_loads_total": ledger.loads, "cost_predicted_seconds_total": ledger.predicted_s,
             "cost_actual_seconds_total": ledger.served_s, "cost_regret_seconds_total": ledger.regret_s,
             "cost_explored_seconds_total": ledger.explored_s, "cost_probed_seconds_total": ledger.probed_s,
-            "cost_missed_deadlines_total": ledger.missed_deadlines,
+            "cost_missed_deadlines_total": ledger.missed_deadlines, "cost_overlapped_total": self.overlapped,
         }  # fmt: skip
 
     def load_deadline(self, request: str, default_s: float) -> float:

@@ -1,0 +1,151 @@
+"""P3 with both ends at once (`kv.overlap`): the front computed while the back loads changes no answer.
+
+Engine steps are 64 tokens throughout, so that a front computed in overlap and the control's are the same arithmetic, and so
+many that the back comes first. HBM holds two prompts but not what they generate: a batch preempts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.crossover import policy
+from components.common.kv.keys import PUBLIC
+from tests.faults.proxy import FaultProxy, Rule
+from tests.kvtools import kv
+from tests.kvtools.azure import Store, azurite
+from tests.kvtools.engines import Driver, Engine
+from tests.kvtools.text import ids
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+N, CHUNKS, ROW, STEP = 1910, 14, 131_072, 64
+CHUNK = r"/[0-9a-f]{2}/[0-9a-f]{64}"
+OVERLAP, LOAD = ({"tenant": PUBLIC, "kv_cost_mode": mode} for mode in ("overlap", "load"))
+CURVE = {
+    "name": "t", "source": "test", "estimate": True, "kv_bytes_per_token": 1024,
+    "curve": [{"tokens": 128, "seconds": 0.01}, {"tokens": 4096, "seconds": 0.4}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with azurite(tmp_path_factory.mktemp("azurite")) as store:
+        store.account().ensure_container(kv.CONTAINER)
+        yield store
+
+
+@pytest.fixture(scope="module")
+def proxy(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    proxy = FaultProxy("127.0.0.1", store.port, log=tmp_path_factory.mktemp("proxy") / "log").start()
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(scope="module")
+def engine(store: Store, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    work = tmp_path_factory.mktemp("driver")
+    settings = kv.settings(
+        store, port=proxy.port, load_deadline_s=60.0, threads=2,
+        policy=policy(CURVE, work / "cost.json", overlap=True, overlap_step_tokens=STEP),
+    )  # fmt: skip
+    args = kv.engine_args(settings, max_num_batched_tokens=STEP, kv_cache_memory_bytes=31 * ROW)
+    with Driver(work) as driver, driver.engine("a", "tiny-full", **args) as engine:
+        yield engine
+
+
+def overlapped(engine: Engine) -> float:
+    """Requests so far. Statistics come with a step, a few times a second: a small request brings them."""
+    time.sleep(0.3)
+    engine.generate(ids(20, seed=time.monotonic_ns()), max_tokens=1)
+    return sum(engine.metrics("vllm:dynamo_blob_kv_cost_overlapped").values())
+
+
+def stored(engine: Engine, store: Store, *seeds: int) -> dict[int, tuple[list[int], dict]]:
+    """{seed: (prompt, its answer as an HBM hit)}; every chunk is in Blob, none above it."""
+    out = {}
+    for seed in seeds:
+        prompt, before = ids(N, seed=seed), len(kv.chunks(store))
+        engine.generate(prompt)
+        hbm = engine.generate(prompt)
+        assert hbm["cached"] == CHUNKS * 128
+        kv.wait_stored(store, before + CHUNKS)
+        engine.forget(dram=True)
+        out[seed] = (prompt, hbm)
+    return out
+
+
+@contextmanager
+def reads(proxy: FaultProxy, *rules: Rule) -> Iterator[Counter[str]]:
+    """GETs of chunks by name, as the proxy saw them, under `rules`."""
+    seen: Counter[str] = Counter()
+    log = Path(proxy._log.name)
+    before = len(log.read_bytes())
+    proxy.rules = list(rules)
+    yield seen
+    proxy.rules = []
+    for line in log.read_bytes()[before:].decode().splitlines():
+        entry = json.loads(line)
+        if entry["method"] == "GET" and re.search(CHUNK, entry["target"]):
+            seen[entry["target"]] += 1
+
+
+def test_the_answer_equals_an_hbm_hit_bit_for_bit(engine: Engine, store: Store, proxy: FaultProxy) -> None:
+    [(prompt, hbm)] = stored(engine, store, 1).values()
+    jumps = overlapped(engine)
+    with reads(proxy) as seen:
+        answer = engine.generate(prompt, kv=OVERLAP)
+    assert kv.same(answer, hbm) and overlapped(engine) == jumps + 1
+    assert 2 <= len(seen) <= CHUNKS and max(seen.values()) == 1, "each chunk of the back was read once"
+    engine.forget(dram=True)
+    with reads(proxy) as seen:
+        plain = engine.generate(prompt, kv=LOAD)
+    assert kv.same(plain, hbm) and len(seen) == CHUNKS
+    assert overlapped(engine) == jumps + 1, "control: a plain load does not overlap"
+
+
+@pytest.mark.parametrize("fault", ["flip-middle", "missing-last", "busy-all", "stall-one"])
+def test_a_back_that_comes_in_part_or_not_at_all(engine: Engine, store: Store, proxy: FaultProxy, fault: str) -> None:
+    [(prompt, hbm)] = stored(engine, store, 10 + len(fault)).values()
+    names = kv.chunks(store)[-CHUNKS:]
+    rule = {
+        "flip-middle": Rule("flip", match=names[8], after=ROW // 2),
+        "missing-last": Rule("missing", match=f"GET .*{names[-1]}"),
+        "busy-all": Rule("busy", match=f"GET .*{CHUNK}"),
+        "stall-one": Rule("stall", match=f"GET .*{names[10]}", after=1000),
+    }[fault]
+    with reads(proxy, rule) as seen:
+        answer = engine.generate(prompt, kv=OVERLAP)
+    assert kv.same(answer, hbm) and seen
+
+
+def test_a_batch_that_does_not_fit_is_preempted_and_answers_the_same(
+    engine: Engine, store: Store, proxy: FaultProxy
+) -> None:
+    prompts = stored(engine, store, 31, 32, 33, 34)
+    jumps, before = overlapped(engine), sum(engine.metrics("vllm:num_preemptions").values())
+    with reads(proxy):
+        asked = {s: engine.begin(p, kv=OVERLAP, max_tokens=24) for s, (p, _) in prompts.items()}
+        answers = {s: f.result(300) for s, f in asked.items()}
+    for seed, (_, hbm) in prompts.items():
+        assert answers[seed]["tokens"][:16] == hbm["tokens"], f"fp32: prompt {seed}"
+    jumped = overlapped(engine) - jumps
+    preempted = sum(engine.metrics("vllm:num_preemptions").values()) - before
+    print(f"{jumped:.0f} jumped, {preempted:.0f} preempted, {[round(a['seconds'], 1) for a in answers.values()]} s")
+    assert preempted > jumped > 0, "some were preempted for memory as well"
+
+
+@pytest.mark.parametrize("after", [0.05, 0.25, 0.5])
+def test_abort_at_any_time_leaves_nothing(engine: Engine, store: Store, proxy: FaultProxy, after: float) -> None:
+    [(prompt, hbm)] = stored(engine, store, 40 + int(after * 100)).values()
+    with reads(proxy):
+        engine.generate(prompt, kv=OVERLAP, abort_after=after)
+        engine.forget(dram=True)  # asserts that no transfer holds a block
+        assert kv.same(engine.generate(prompt, kv=OVERLAP), hbm)
