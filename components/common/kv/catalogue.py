@@ -4,9 +4,8 @@ One index in three roles: the tier's existence index, the router's view of the s
 sweeper's list. It is advice: stale in either direction costs a bounded miss, because every object
 proves itself at load. Nothing here blocks or does I/O.
 
-Built for 10^6 objects: parallel arrays and an open-addressing table, about 72 bytes an object, all of it
-reserved at the start and touched as it fills; no rehash, so no pause. At capacity the worst of a small
-sample is forgotten (the sweeper still finds it by listing) and counted.
+Built for 10^6 objects: parallel arrays beside a table of names (slots.py), about 72 bytes an object. At capacity the
+worst of a small sample is forgotten (the sweeper still finds it by listing) and counted.
 
 Thread-safe: one lock, held for microseconds.
 """
@@ -26,8 +25,8 @@ import numpy as np
 
 from components.common.kv.keys import parse_name
 from components.common.kv.retention import Columns, ReuseModel
+from components.common.kv.slots import Slots
 
-_EMPTY = 0
 _SAMPLE = 8
 _NEGATIVES = 4096
 _MAX_U32 = 2**32 - 1
@@ -73,23 +72,13 @@ class Catalogue:
             raise ValueError("capacity is between 1 and 2^31")
         self.capacity, self.clock = capacity, clock
         self._negative_s, self._complete_s, self._reuse = negative_s, complete_s, reuse
-        size = 1 << max(4, math.ceil(math.log2(capacity * 1.5)))
-        self._mask = size - 1
-        zero = bytes(4)
-        self._table = array("I", zero * size)  # slot + 1; 0 = empty
-        rows = capacity + 1
-        self._keys = bytearray(32 * rows)
-        self._prefix, self._nbytes = array("I", zero * rows), array("I", zero * rows)
+        self._slots = Slots(capacity)
+        rows, zero = capacity + 1, bytes(4)
+        self._nbytes = array("I", zero * rows)
         self._created, self._last_hit = array("I", zero * rows), array("I", zero * rows)
         self._hits, self._cls = array("H", bytes(2 * rows)), array("B", bytes(rows))
         self._saves, self._parent = array("f", zero * rows), array("Q", bytes(8 * rows))
         self._turn = array("B", bytes(rows))
-        self._top = 1  # slot 0 stays unused
-        self._free: array[int] = array("I")
-        self._count = 0
-        self._prefixes: list[str] = [""]
-        self._prefix_ids: dict[str, int] = {}
-        self._prefix_counts: list[int] = [0]
         self._classes: list[str] = []
         self._gone: OrderedDict[str, float] = OrderedDict()
         self._complete_at = -math.inf
@@ -122,7 +111,7 @@ class Catalogue:
     def note_hit(self, name: str, at: float | None = None) -> None:
         """The object was loaded and proven (at `at`, default now). A name not known is ignored: listing will bring it."""
         with self._lock:
-            slot = self._find(name)
+            slot = self._slots.find(name)
             if slot:
                 now = self.clock() if at is None else at
                 if self._reuse is not None:
@@ -155,7 +144,7 @@ class Catalogue:
         key = bytes.fromhex(parsed.hash)
         with self._lock:
             self._gone.pop(entry.name, None)
-            slot = self._find(entry.name)
+            slot = self._slots.find(entry.name)
             if slot:
                 self.bytes += min(entry.nbytes, _MAX_U32) - self._nbytes[slot]
                 self._last_hit[slot] = max(self._last_hit[slot], min(entry.last_hit, _MAX_U32))
@@ -165,28 +154,21 @@ class Catalogue:
                 if entry.parent:
                     self._parent[slot] = entry.parent
             else:
-                if self._count >= self.capacity:
+                if self._slots.count >= self.capacity:
                     self._forget_one()
-                slot = self._free.pop() if self._free else self._top
-                self._top += slot == self._top
-                prefix = self._intern(entry.name[:65])
-                self._keys[32 * slot : 32 * slot + 32] = key
-                self._prefix[slot] = prefix
-                self._prefix_counts[prefix] += 1
+                slot = self._slots.insert(entry.name, key)
                 self._created[slot] = min(entry.created, _MAX_U32)
                 self._last_hit[slot] = min(max(entry.last_hit, entry.created), _MAX_U32)
                 self._hits[slot] = min(entry.hits, 65535)
                 self._saves[slot], self._parent[slot] = entry.saves, entry.parent
-                self._turn[slot] = min(entry.turn, 255) or self._turn_after(prefix, entry.parent)
-                self._link(slot, key, prefix)
-                self._count += 1
+                self._turn[slot] = min(entry.turn, 255) or self._turn_after(slot, entry.parent)
                 self.bytes += min(entry.nbytes, _MAX_U32)
             self._nbytes[slot] = min(entry.nbytes, _MAX_U32)
             self._cls[slot] = self._class_id(entry.cls)
 
     def get(self, name: str) -> Entry | None:
         with self._lock:
-            slot = self._find(name)
+            slot = self._slots.find(name)
             return self._entry(slot) if slot else None
 
     def discard(self, name: str) -> bool:
@@ -213,21 +195,23 @@ class Catalogue:
         Not a point in time: entries that come or go meanwhile may be seen or not.
         """
         at = 1
-        while at < self._top:
+        slots = self._slots
+        while at < slots.top:
             with self._lock:
-                stop = min(at + batch, self._top)
+                stop = min(at + batch, slots.top)
                 found = [
                     self._entry(s)
                     for s in range(at, stop)
-                    if self._prefix[s] and self._prefixes[self._prefix[s]].startswith(prefix[:65])
+                    if slots.prefix[s] and slots.prefixes[slots.prefix[s]].startswith(prefix[:65])
                 ]
             at = stop
             yield from (e for e in found if e.name.startswith(prefix))
 
     def columns(self, batch: int = 65536) -> Columns:
         """A copy of all live rows, for ranking; the lock is held for one batch at a time."""
+        at_slots, prefixes = self._slots, self._slots.prefixes
         sources = (
-            self._prefix,
+            at_slots.prefix,
             self._nbytes,
             self._created,
             self._last_hit,
@@ -238,21 +222,19 @@ class Catalogue:
             self._turn,
         )
         parts: list[tuple[np.ndarray, ...]] = []
-        for at in range(1, self._top, batch):
+        for at in range(1, at_slots.top, batch):
             with self._lock:
-                slots = np.nonzero(np.frombuffer(self._prefix, "I")[at : min(at + batch, self._top)])[0] + at
-                keys = np.frombuffer(self._keys, np.uint8).reshape(-1, 32)[slots]
+                slots = np.nonzero(np.frombuffer(at_slots.prefix, "I")[at : min(at + batch, at_slots.top)])[0] + at
+                keys = np.frombuffer(at_slots.keys, np.uint8).reshape(-1, 32)[slots]
                 parts.append((slots, keys, *(np.frombuffer(c, c.typecode)[slots] for c in sources)))
         if not parts:
-            return Columns.empty(tuple(self._prefixes), tuple(self._classes))
-        return Columns.of(
-            [np.concatenate(p) for p in zip(*parts, strict=True)], tuple(self._prefixes), tuple(self._classes)
-        )
+            return Columns.empty(tuple(prefixes), tuple(self._classes))
+        return Columns.of([np.concatenate(p) for p in zip(*parts, strict=True)], tuple(prefixes), tuple(self._classes))
 
     def prefixes(self) -> dict[str, int]:
         """{``<tenant>/<namespace>``: objects}."""
         with self._lock:
-            return {p: n for p, n in zip(self._prefixes, self._prefix_counts, strict=True) if n}
+            return {p: n for p, n in zip(self._slots.prefixes, self._slots.prefix_counts, strict=True) if n}
 
     def descendants(self, name: str) -> list[str]:
         """Names of all known entries whose chain goes through `name` (it excluded). A scan: for quarantine, not for requests."""
@@ -268,7 +250,7 @@ class Catalogue:
         return out
 
     def __len__(self) -> int:
-        return self._count
+        return self._slots.count
 
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
@@ -276,8 +258,6 @@ class Catalogue:
     def nbytes_resident(self) -> int:
         """Bytes the arrays take when full."""
         arrays = (
-            self._table,
-            self._prefix,
             self._nbytes,
             self._created,
             self._last_hit,
@@ -286,22 +266,21 @@ class Catalogue:
             self._saves,
             self._parent,
         )
-        return len(self._keys) + sum(a.itemsize * len(a) for a in arrays)
+        return self._slots.nbytes + sum(a.itemsize * len(a) for a in arrays)
 
     def check_integrity(self) -> None:
         """Every entry is found under its name, counts agree. For tests; raises AssertionError."""
         entries = list(self.entries())
-        assert len(entries) == self._count == len({e.name for e in entries})
+        assert len(entries) == len(self) == len({e.name for e in entries})
         assert self.bytes == sum(e.nbytes for e in entries)
-        assert sum(1 for t in self._table if t) == self._count
-        assert sum(self._prefix_counts) == self._count
+        self._slots.check()
         for e in entries:
             assert self.get(e.name) == e
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _lookup(self, name: str) -> bool | None:
-        if self._find(name):
+        if self._slots.find(name):
             return True
         until = self._gone.get(name)
         if until is not None:
@@ -310,84 +289,35 @@ class Catalogue:
             del self._gone[name]
         return False if self.complete else None
 
-    def _find(self, name: str) -> int:
-        """Slot of a name; 0 = not known."""
-        prefix = self._prefix_ids.get(name[:65])
-        if prefix is None:
-            return 0
-        try:
-            key = bytes.fromhex(name[69:])
-        except ValueError:
-            return 0
-        if len(key) != 32:
-            return 0
-        i = self._home(key, prefix)
-        table, keys, prefixes = self._table, self._keys, self._prefix
-        while t := table[i]:
-            slot = t - 1
-            if prefixes[slot] == prefix and keys[32 * slot : 32 * slot + 32] == key:
-                return slot
-            i = (i + 1) & self._mask
-        return 0
-
-    def _turn_after(self, prefix: int, parent: int) -> int:
+    def _turn_after(self, slot: int, parent: int) -> int:
         """Turn of a new chunk: its parent's, plus one where the parent had been hit, i.e. an earlier request ended there.
 
         The first chunks of a chain (a system prompt, hit by everybody) start no turn.
         """
-        if not parent:
+        above = self._slots.find_fragment(self._slots.prefix[slot], parent) if parent else 0
+        if not above:
             return 0
-        key = parent.to_bytes(8, "big")
-        i = self._home(key, prefix)
-        while t := self._table[i]:
-            slot = t - 1
-            if self._prefix[slot] == prefix and self._keys[32 * slot : 32 * slot + 8] == key:
-                begun = self._hits[slot] and self._parent[slot]
-                return min(255, self._turn[slot] + (1 if begun else 0))
-            i = (i + 1) & self._mask
-        return 0
-
-    def _home(self, key: bytes | bytearray, prefix: int) -> int:
-        return (int.from_bytes(key[:8], "little") ^ (prefix * 0x9E3779B97F4A7C15)) & self._mask
-
-    def _link(self, slot: int, key: bytes, prefix: int) -> None:
-        i = self._home(key, prefix)
-        while self._table[i]:
-            i = (i + 1) & self._mask
-        self._table[i] = slot + 1
+        begun = self._hits[above] and self._parent[above]
+        return min(255, self._turn[above] + (1 if begun else 0))
 
     def _remove(self, name: str) -> bool:
-        slot = self._find(name)
+        slot = self._slots.find(name)
         if slot:
             self._remove_slot(slot)
         return bool(slot)
 
     def _remove_slot(self, slot: int) -> None:
-        i = self._home(self._keys[32 * slot : 32 * slot + 32], self._prefix[slot])
-        while self._table[i] != slot + 1:
-            i = (i + 1) & self._mask
-        # backward shift: no tombstones, so probes stay short for ever
-        hole, j = i, (i + 1) & self._mask
-        while t := self._table[j]:
-            home = self._home(self._keys[32 * (t - 1) : 32 * t], self._prefix[t - 1])
-            if (j - home) & self._mask >= (j - hole) & self._mask:
-                self._table[hole], hole = t, j
-            j = (j + 1) & self._mask
-        self._table[hole] = _EMPTY
-        self._prefix_counts[self._prefix[slot]] -= 1
+        self._slots.remove(slot)
         self.bytes -= self._nbytes[slot]
-        self._prefix[slot] = 0
-        self._free.append(slot)
-        self._count -= 1
 
     def _forget_one(self) -> None:
         """Make room: of a few random entries, drop the one that earned least per byte since its last hit."""
         now, worst, worst_worth = self.clock(), 0, math.inf
         tries = 0
         while tries < _SAMPLE or not worst:
-            slot = self._random.randrange(1, self._top)
+            slot = self._random.randrange(1, self._slots.top)
             tries += 1
-            if self._prefix[slot]:
+            if self._slots.prefix[slot]:
                 worth = (
                     (self._hits[slot] + 0.5)
                     * (self._saves[slot] or 1e-9)
@@ -400,14 +330,6 @@ class Catalogue:
         self.counters["forgotten"] += 1
         self._complete_at = -math.inf  # from now on "not known" proves nothing
 
-    def _intern(self, prefix: str) -> int:
-        found = self._prefix_ids.get(prefix)
-        if found is None:
-            found = self._prefix_ids[prefix] = len(self._prefixes)
-            self._prefixes.append(prefix)
-            self._prefix_counts.append(0)
-        return found
-
     def _class_id(self, cls: str) -> int:
         if cls not in self._classes:
             if len(self._classes) >= 255:
@@ -416,10 +338,8 @@ class Catalogue:
         return self._classes.index(cls)
 
     def _entry(self, slot: int) -> Entry:
-        hash_ = self._keys[32 * slot : 32 * slot + 32].hex()
         return Entry(
-            f"{self._prefixes[self._prefix[slot]]}/{hash_[:2]}/{hash_}", self._nbytes[slot], self._classes[self._cls[slot]],
-            self._created[slot], self._last_hit[slot],
+            self._slots.name(slot), self._nbytes[slot], self._classes[self._cls[slot]], self._created[slot], self._last_hit[slot],
             self._hits[slot], self._saves[slot], self._parent[slot], self._turn[slot],
         )  # fmt: skip
 
