@@ -100,7 +100,8 @@ class OverlapConnector(CostConnector):
             return False
         status = self.scheduler._req_status[request.request_id]
         keys = status.group_states[self._group].offload_keys
-        primary: Any = self.scheduler.manager.primary_tier  # noqa: B009: of TieringOffloadingManager only
+        manager: Any = self.scheduler.manager  # a TieringOffloadingManager
+        primary = manager.primary_tier
         end = front
         while end < tail.end and primary.lookup(keys[end], status.req_context) is LookupResult.HIT:
             end += 1
