@@ -57,7 +57,11 @@ class Report:
         }
 
     def write(self, path: Path | str) -> None:
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        """One line per sample, so that files stay small and a diff shows what changed."""
+        whole = self.as_json()
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items() if key != "rows"]
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in whole["rows"])
+        Path(path).write_text("{\n" + ",\n".join([*lines, f' "rows": [\n{rows}\n ]']) + "\n}\n")
 
     def table(self) -> str:
         """Median, least and most per cell and variant, for the terminal; the file has the samples."""

@@ -16,6 +16,7 @@ from components.common.loading.config import WeightsConfig
 from components.common.loading.fetch import Fetcher, Stopped, mismatch
 from components.common.loading.inflight import InFlight
 from components.common.loading.memory import BufferPool
+from components.common.loading.pages import populate
 from components.common.loading.plan import RangeJob, Segment
 from components.common.loading.report import Report
 from components.common.registry.manifest import FileEntry
@@ -29,11 +30,17 @@ _STOP_S = 2.0
 RESERVE = -1  # in place of a range: pages for the whole file
 
 
+class _NotKept(Exception):
+    """The entry failed meanwhile."""
+
+
 class RangePeers(Protocol):
     """Other weight services, asked before Blob."""
 
-    def fetch(self, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
-        """Fill `view` with the verified range; False if no peer had it in time. Bounded; ends soon after `give_up()`."""
+    def fetch(
+        self, file: FileEntry, index: int, keep: Callable[[memoryview], memoryview], give_up: Callable[[], bool]
+    ) -> bool:
+        """Have `keep` take the range, and verify what it kept; False if no peer had it in time. Bounded; ends soon after `give_up()`."""
         ...
 
     def order(self, file: FileEntry, ranges: list[int]) -> list[int]: ...
@@ -129,10 +136,9 @@ class Filler:
                 self._check(entry, index, begin, entry.array[begin : begin + count].data)
                 self.cache.verified(entry, index)
             else:
-                view = self._buffers.lend(self.range_bytes)[:count].data
                 try:
-                    self._fetch(entry, index, begin, view, peers, key)
-                    if self.cache.write(entry, begin, view):
+                    kept = peers and self._from_peer(entry, index, begin, count, key)
+                    if kept or (entry.error is None and self._from_blob(entry, index, begin, count)):
                         self.cache.verified(entry, index)
                 finally:
                     if self.peers is not None:
@@ -151,19 +157,29 @@ class Filler:
             )
         self.report.fetched("cache_checked", len(view))
 
-    def _fetch(self, entry: Entry, index: int, begin: int, view: memoryview, peers: bool, key: tuple[str, int]) -> None:
-        digest = entry.file.ranges[index]
-        if (
-            peers
-            and self.peers is not None
-            and self.peers.fetch(entry.file, index, view, lambda: key in self._urgent or self._stop.is_set())
-        ):
-            return
-        w = self.weights
+    def _from_peer(self, entry: Entry, index: int, begin: int, count: int, key: tuple[str, int]) -> bool:
+        """Straight from the landing slot into the file and verified there: nobody reads a range before it is announced."""
+
+        def keep(landed: memoryview) -> memoryview:
+            if not self.cache.write(entry, begin, landed):
+                raise _NotKept
+            kept = entry.array[begin : begin + count].data
+            populate(kept)
+            return kept
+
+        if self.peers is None:
+            return False
+        try:
+            return self.peers.fetch(entry.file, index, keep, lambda: key in self._urgent or self._stop.is_set())
+        except _NotKept:
+            return False
+
+    def _from_blob(self, entry: Entry, index: int, begin: int, count: int) -> bool:
+        w, view = self.weights, self._buffers.lend(self.range_bytes)[:count].data
         fetcher = Fetcher(
             self.reader, w.release.container, self.report, retries=w.range_retries, range_s=w.range_deadline_s,
             deadline=time.monotonic() + min(w.deadline_s, (w.range_retries + 1) * w.range_deadline_s), gate=self.gate, stopped=self._stop.is_set,
         )  # fmt: skip
-        fetcher.fetch(
-            RangeJob(entry.file, index, begin, begin + len(view), digest, Segment(entry.file, 0, 0, [])), view
-        )
+        job = RangeJob(entry.file, index, begin, begin + count, entry.file.ranges[index], Segment(entry.file, 0, 0, []))
+        fetcher.fetch(job, view)
+        return self.cache.write(entry, begin, view)

@@ -15,6 +15,7 @@ Each service begins with the ranges that it owns, so that N starting at once spr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -34,6 +35,9 @@ from components.weights.wire import PullFailed, Wire
 log = logging.getLogger("dynamo_blob.weights")
 
 Answer = Literal["ready", "busy", "free"]
+Keep = Callable[[memoryview], memoryview]
+"""Puts a range where nobody else can change it, and gives the view of it there, to be verified."""
+
 _ASK_SHARE = 0.3  # of the deadline of a range: how long a peer may take to answer a claim
 _ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
 _MARK_S = 30.0  # a peer that stalled
@@ -81,8 +85,8 @@ class Peers:
 
     # our own fetching
 
-    def fetch(self, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
-        """Fill `view` with the verified range from a peer. False: read Blob now (we hold the claim until `done`)."""
+    def fetch(self, file: FileEntry, index: int, keep: Keep, give_up: Callable[[], bool]) -> bool:
+        """Have the range from a peer kept, and verified there. False: read Blob now (we hold the claim until `done`)."""
         key = (file.blake3, index)
         tried: set[str] = set()
         while not give_up():
@@ -92,7 +96,7 @@ class Peers:
             if not having:
                 return False
             source = owner(having, *key)  # spreads the load over all that have it
-            if self._pull(source, file, index, view, give_up):
+            if self._pull(source, file, index, keep):
                 return True
             tried.add(source)
         return False
@@ -142,33 +146,36 @@ class Peers:
             self._leave_out(peer, _ABSENT_S)
             return "free"
 
-    def _pull(self, peer: str, file: FileEntry, index: int, view: memoryview, give_up: Callable[[], bool]) -> bool:
+    def _pull(self, peer: str, file: FileEntry, index: int, keep: Keep) -> bool:
         if not self.wire.wait_started(self.pull_s):
             return False
         deadline = time.monotonic() + self.pull_s
-        try:
-            path = f"/v1/peer/range?object={file.blake3}&range={index}&wait={self.pull_s * 0.8:.2f}"
-            offer = json.loads(ServiceClient(peer).get(path, self.pull_s))
-            self.wire.pull(offer, index * self.range_bytes, len(view), view, deadline)
-        except (ServiceGone, DynamoBlobError) as e:
-            self.report.add("peer_gone")
-            self._leave_out(peer, _ABSENT_S)
-            log.warning("peer %s: %s", peer, str(e).splitlines()[0])
-            return False
-        except (PullFailed, ValueError, KeyError, TypeError) as e:
-            self.report.add("peer_late" if getattr(e, "late", False) else "peer_failed")
-            self._leave_out(peer, _MARK_S)
-            log.warning("peer %s stalled or failed on %s range %d: %s", peer, file.path, index, e)
-            return False
-        found = blake3(view).hexdigest()  # of our own copy: nobody can change it any more
-        if found != file.ranges[index]:
+        begin = index * self.range_bytes
+        count = min(file.size, begin + self.range_bytes) - begin
+        with contextlib.ExitStack() as slot:
+            try:
+                path = f"/v1/peer/range?object={file.blake3}&range={index}&wait={self.pull_s * 0.8:.2f}"
+                offer = json.loads(ServiceClient(peer).get(path, self.pull_s))
+                landed = slot.enter_context(self.wire.pull(offer, begin, count, deadline))
+            except (ServiceGone, DynamoBlobError) as e:
+                self.report.add("peer_gone")
+                self._leave_out(peer, _ABSENT_S)
+                log.warning("peer %s: %s", peer, str(e).splitlines()[0])
+                return False
+            except (PullFailed, ValueError, KeyError, TypeError) as e:
+                self.report.add("peer_late" if getattr(e, "late", False) else "peer_failed")
+                self._leave_out(peer, _MARK_S)
+                log.warning("peer %s stalled or failed on %s range %d: %s", peer, file.path, index, str(e))
+                return False
+            kept = keep(landed)
+        if (found := blake3(kept).hexdigest()) != file.ranges[index]:
             self.report.add("peer_lies")
             self.marked[peer] = (
                 f"sent wrong bytes of {file.path} range {index}: expected {file.ranges[index]}, found {found}"
             )
             log.error("peer %s %s: not asked again", peer, self.marked[peer])
             return False
-        self.report.fetched("peer", len(view))
+        self.report.fetched("peer", count)
         self._failures.pop(peer, None)
         return True
 

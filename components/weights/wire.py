@@ -1,8 +1,8 @@
 """NIXL between weight services: one agent, one thread, bounded and never waited on for ever.
 
-Ranges are pulled (READ) into landing slots that no peer can write to by itself: our memory's keys never
-leave this process. NIXL has no cancel, so a slot whose transfer is overdue is quarantined until that very
-transfer is over; nothing that a peer may still write to is ever verified or used.
+Ranges are pulled (READ) into landing slots, copied out and verified where no peer can reach. NIXL has no cancel, so
+a slot whose transfer is overdue is quarantined until that very transfer is over; nothing that a peer may still write
+to is ever verified or used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +105,12 @@ class Wire:
             raise DynamoBlobError("WEIGHTS-NIXL", "the file cannot be offered to peers", why=offer.error or "time-out")
         return offer.answer
 
-    def pull(self, offer: dict[str, Any], begin: int, nbytes: int, into: memoryview, deadline: float) -> None:
-        """Bytes [begin, begin + nbytes) of the peer's file into `into`. Raises PullFailed by `deadline`."""
+    @contextmanager
+    def pull(self, offer: dict[str, Any], begin: int, nbytes: int, deadline: float) -> Iterator[memoryview]:
+        """Bytes [begin, begin + nbytes) of the peer's file, in a landing slot that is ours inside the block.
+
+        Copy, then verify the copy: a peer that means ill may know the slot's key. Raises PullFailed by `deadline`.
+        """
         self._wait_started(deadline - time.monotonic())
         slot = self.pool.acquire(max(0.0, deadline - time.monotonic()))
         if slot is None:
@@ -124,8 +130,8 @@ class Wire:
         try:
             if pull.error:
                 raise PullFailed(pull.error)
-            into[:] = slot.view[:nbytes]
             self.pulled += nbytes
+            yield slot.view[:nbytes]
         finally:
             self.pool.release(slot)
 
