@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from components.common.kv.catalogue import Catalogue
 from components.common.kv.classes import Classes
-from components.common.kv.replay import POLICIES, Clairvoyant, Request, Shape, chunk_name, replay
+from components.common.kv.replay import POLICIES, Clairvoyant, Request, Shape, bound, chunk_name, replay
 from components.common.kv.retention import Lru, OldestFirst, Policy, ReuseModel, Worth, chain_rank, depths, verdict
 from components.common.messages.tenants import RetentionClass
 
@@ -210,6 +210,29 @@ def test_the_oracle_is_never_beaten_and_an_endless_budget_makes_all_equal() -> N
     assert replay(requests, shapes, Clairvoyant(requests), 10**9).seconds_saved == 0.5 * sum(
         3 * t for s in range(0, 60, 3) for t in range(4)
     )
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 600), st.sampled_from("ab"), st.integers(0, 9)), min_size=2, max_size=60),
+    budget=st.integers(0, 6),
+)
+def test_no_policy_saves_more_than_the_bound(uses: list[tuple[int, str, int]], budget: int) -> None:
+    requests = [Request(float(at), c, (chunk_name(c, n),)) for at, c, n in sorted(uses)]
+    shapes = {"a": Shape(1000, 1.0), "b": Shape(2000, 5.0)}
+    most = bound(requests, shapes, budget * 1000.0)
+    for make in POLICIES.values():
+        assert replay(requests, shapes, make(requests), budget * 1000.0).seconds_saved <= most + 1e-6
+
+
+def test_the_bound_is_reached_by_the_oracle_where_all_chunks_are_equal() -> None:
+    """Of two chunks used in turn, one can be held; of the uses within a sweep every one is a hit."""
+    requests = [Request(100.0 * n, "a", (chunk_name("a", n % 2),)) for n in range(20)]
+    requests += [Request(1900.0 + n, "a", (chunk_name("a", 7),)) for n in (1, 2, 3)]
+    shapes = {"a": Shape(1000, 1.0)}
+    best = replay(requests, shapes, Clairvoyant(requests), 1000.0).seconds_saved
+    assert best == 9 + 2 and bound(requests, shapes, 1000.0) == pytest.approx(best, rel=0.02)
+    assert bound(requests, shapes, 2000.0) == pytest.approx(18 + 2)
 
 
 def test_replay_counts_what_a_ttl_costs() -> None:

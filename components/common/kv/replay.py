@@ -111,7 +111,7 @@ def footprint(requests: Iterable[Request], shapes: Mapping[str, Shape]) -> int:
 class Clairvoyant:
     """The offline oracle: knows every future use. Rank = value per byte ÷ time to the next use; never used again = 0.
 
-    Greedy, so not proven optimal, but no policy without foresight can rank better by this measure.
+    Belady's rule, so optimal where all chunks weigh and save the same; greedy where they do not: `bound` limits both.
     """
 
     name = "oracle"
@@ -200,3 +200,49 @@ def replay(
     return Result(
         policy.name, len(requests), chunks, hits, saved, budget_bytes / 1e9 * hours, held / 3600 / 1e9, puts, deleted["ttl"], deleted["budget"],
     )  # fmt: skip
+
+
+def bound(
+    requests: Sequence[Request],
+    shapes: Mapping[str, Shape],
+    budget_bytes: float,
+    *,
+    sweep_s: float = 30.0,
+    rounds: int = 400,
+) -> float:
+    """Seconds that no policy can exceed in `replay`, whatever it knows: what 1.2x LRU is to be judged against.
+
+    A chunk's next use is a hit only if the chunk is held over every sweep in between, and after a sweep no more than the
+    budget is held. The dual of that linear program is a price per byte and sweep; every price vector gives a bound, the
+    best of `rounds` subgradient steps is returned. Chains are ignored, which only raises it.
+    """
+    first, last_use, free = requests[0].at, dict[str, float](), 0.0
+    counted: dict[tuple[int, int, Shape], int] = {}
+    for r in requests:
+        shape = shapes[r.cls]
+        for chunk in r.chunks:
+            before = last_use.get(chunk)
+            last_use[chunk] = r.at
+            if before is None:
+                continue
+            low, high = int((before - first) / sweep_s), int((r.at - first) / sweep_s)
+            if low >= high:
+                free += shape.saves
+            else:
+                counted[low, high, shape] = counted.get((low, high, shape), 0) + 1
+    if not counted:
+        return free
+    low_, high_ = np.array([k[0] for k in counted]), np.array([k[1] for k in counted])
+    weight, saves = np.array([k[2].nbytes for k in counted], float), np.array([k[2].saves for k in counted])
+    many = np.array(list(counted.values()), float)
+    price: F64 = np.zeros(int(high_.max()))
+    best, scale = float("inf"), float((saves / weight).max() / np.average(high_ - low_, weights=many))
+    for n in range(rounds):
+        paid = np.concatenate([[0.0], np.cumsum(price)])
+        gain = saves - weight * (paid[high_] - paid[low_])
+        kept = np.where(gain > 0, many, 0.0)
+        best = min(best, float(price.sum() * budget_bytes + (kept * gain).sum()))
+        held = np.bincount(low_, kept * weight, len(price) + 1) - np.bincount(high_, kept * weight, len(price) + 1)
+        excess = np.cumsum(held)[:-1] - budget_bytes
+        price = np.maximum(0.0, price + scale / np.sqrt(1 + n) * excess / max(float(np.abs(excess).max()), 1e-12))
+    return free + best
