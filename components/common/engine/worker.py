@@ -36,6 +36,9 @@ from components.common.messages.salt import plain
 log = logging.getLogger("dynamo_blob.worker")
 
 WATCH_S = 0.5  # a dead engine is noticed within this time when no request notices it first
+ENDING_S = 20.0
+"""Seconds EngineCore may take to end. It waits up to 9 s for its own worker and closes the KV tiers only then: with vLLM's default (5 s) it was
+killed before, on every graph of a busy machine. Drain, abort (5 s) and this fit into the launcher's grace (drain_s + 30)."""
 QUIESCENT_S = 2.0  # a prefill worker's blocks are pulled within this time after the last answer, or recomputed
 
 
@@ -252,7 +255,7 @@ class VllmEngine(LLMEngine):
             )
         if self._guarded is not None:
             await self._guarded.close()
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=ENDING_S)
         self.llm = None
         if self._relay is not None:
             self._relay.stop()
