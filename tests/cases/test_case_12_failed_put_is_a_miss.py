@@ -24,7 +24,9 @@ def test_failed_put_is_not_indexed_and_not_hit(make, proxy, fault: str) -> None:
     scheduler.settle()
     scheduler.forget()
     again = scheduler.request(chunks=chunks)
-    assert scheduler.hit(again, chunks) == 4, "whoever computes a chunk that is not there stores it: one miss, not one each turn"
+    assert scheduler.hit(again, chunks) == 4, (
+        "whoever computes a chunk that is not there stores it: one miss, not one each turn"
+    )
 
 
 def test_put_answered_but_damaged_on_the_way_is_caught_by_verify_puts(make, proxy) -> None:
