@@ -7,13 +7,15 @@ import contextlib
 import logging
 import signal
 import uuid
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from components.frontend import edge
 from components.frontend.config import GatewayConfig
 from components.frontend.errors import Refusal
-from components.frontend.gateway import RECORD, Gateway
+from components.frontend.gateway import RECORD, Gateway, loopback
 from components.frontend.openapi import description
 
 log = logging.getLogger("gateway")
@@ -51,6 +53,23 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         )
 
 
+@web.middleware
+async def local_names(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """`auth: none` trusts whoever is on this host; a web page that had its own name resolved to loopback is not."""
+    if request.headers.get("host") and not loopback(_host(request.headers["host"])):
+        raise Refusal(
+            403, "host_not_allowed", "without keys only requests to localhost or a loopback address are served"
+        )
+    return await handler(request)
+
+
+def _host(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
 def _id(request: web.Request) -> str:
     record = request.get(RECORD)
     return record.request_id if record else str(uuid.uuid4())
@@ -58,7 +77,8 @@ def _id(request: web.Request) -> str:
 
 def applications(gateway: Gateway) -> tuple[web.Application, web.Application | None]:
     """(the API, operations): operations are on the API's own port unless `ops_listen` gives them one."""
-    api = web.Application(middlewares=[errors])
+    middlewares = [errors, local_names] if gateway.config.auth == "none" else [errors]
+    api = web.Application(middlewares=middlewares)
     api.router.add_post("/v1/chat/completions", gateway.chat)
     api.router.add_post("/v1/completions", gateway.completions)
     api.router.add_get("/v1/models", gateway.models)
@@ -71,7 +91,7 @@ def applications(gateway: Gateway) -> tuple[web.Application, web.Application | N
         return web.Response(body=text, content_type="application/json")
 
     api.router.add_get("/openapi.json", openapi)
-    ops = web.Application(middlewares=[errors]) if gateway.config.ops_listen else None
+    ops = web.Application(middlewares=middlewares) if gateway.config.ops_listen else None
     target = ops or api
     target.router.add_get("/metrics", gateway.exposition)
     target.router.add_get("/debug/decisions/{id}", gateway.decision)
@@ -89,26 +109,24 @@ async def serve(config: GatewayConfig) -> None:
         loop.add_signal_handler(sig, stop.set)
     await gateway.open()
     runners: list[web.AppRunner] = []
-    sites: list[web.TCPSite] = []
+    servers: list[asyncio.Server] = []
     try:
         for app, address in zip(applications(gateway), (config.listen, config.ops_listen), strict=True):
             if app is None:
                 continue
-            runner = web.AppRunner(
-                app, access_log=None, handler_cancellation=True, keepalive_timeout=75, shutdown_timeout=1.0
-            )
+            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
             runners.append(runner)
             host, _, port = address.rpartition(":")
-            site = web.TCPSite(runner, host.strip("[]") or "127.0.0.1", int(port), backlog=1024)
-            await site.start()
-            sites.append(site)
+            servers.append(await edge.listen(runner, host.strip("[]") or "127.0.0.1", int(port)))
         log.info("%s serves %s (%s) on %s", config.name, config.served_model, config.engine_kind, config.listen)
         await stop.wait()
         gateway.draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(gateway.idle.wait(), config.drain_s)
     finally:
+        for server in servers:
+            server.close()
         for runner in runners:
             await runner.cleanup()
         await gateway.close()

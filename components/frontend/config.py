@@ -43,6 +43,11 @@ class GatewayConfig(Config):
     idle_deadline_s: float = Field(
         300.0, gt=0, description="seconds without a byte from Dynamo's frontend before a request has failed"
     )
+    frozen_after_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds a small question to Dynamo's frontend may stay unanswered, with no byte from it otherwise, before it counts as frozen",
+    )
     stall_deadline_s: float = Field(
         60.0, gt=0, description="seconds a client may leave an answer unread before it counts as gone"
     )

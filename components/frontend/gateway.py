@@ -11,6 +11,7 @@ import os
 import random
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from components.frontend.errors import Refusal
 from components.frontend.health import Health, Verdict
 from components.frontend.metrics import Metrics
 from components.frontend.prompt import LONG_TEXT, Renderer
+from components.frontend.pulse import Pulse
 from components.frontend.relay import Outgoing, Relay
 from components.frontend.reply import ClientStalled
 from components.frontend.tenants import Caller, Tenants
@@ -49,7 +51,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         host = config.listen.rpartition(":")[0].strip("[]")
-        if config.auth == "none" and not _loopback(host):
+        if config.auth == "none" and not loopback(host):
             raise DynamoBlobError(
                 "GATEWAY-AUTH-NONE-PUBLIC", "auth: none would let anybody in", where=config.listen, why="the address is not loopback",
                 do="listen on 127.0.0.1, or set auth: keys and a tenants file",
@@ -61,15 +63,16 @@ class Gateway:
                 where=config.name,
                 do="set tenants_file; configs/tenants holds examples",
             )
-        self.tenants = Tenants(config.tenants_file if config.auth == "keys" else None)
+        self.threads = ThreadPoolExecutor(4, "beside")
+        self.tenants = Tenants(config.tenants_file if config.auth == "keys" else None, beside=self.threads.submit)
         self.renderer: Renderer | None = None
         self._reading: asyncio.Task[None] | None = None
         self.upstreams = Upstreams(config)
+        self.pulse = Pulse(self.upstreams, config.frozen_after_s)
         self.asker = asker(config.router, config.router_deadline_ms / 1e3)
         self.health = Health(config, self.upstreams)
         self.relay = Relay(config, self.upstreams, self._why_unhealthy)
         self.metrics, self.decisions = Metrics(), Decisions(config.decisions_kept)
-        self.threads = ThreadPoolExecutor(2, "tokenise")
         self.heard: Heard | None = None
         self.inflight = 0
         self.draining = False
@@ -81,6 +84,7 @@ class Gateway:
             await self.asker.open()
         self.heard = Heard(self.config.announce, self.config.name)
         self._reading = asyncio.create_task(self._read_model())
+        self.pulse.start()
 
     async def _read_model(self) -> None:
         """A worker writes the release's small files when it starts; until they are there the gateway is not healthy."""
@@ -99,6 +103,7 @@ class Gateway:
         gc.freeze()  # modules, templates, tokenizer: no collection walks them again while requests wait
 
     async def close(self) -> None:
+        self.pulse.stop()
         if self._reading:
             self._reading.cancel()
         if self.heard:
@@ -163,21 +168,22 @@ class Gateway:
 
     async def _serve(self, request: web.Request, path: str, record: Record, caller: Caller) -> web.StreamResponse:
         raw = await self._read(request, self.tenants.body_limit(caller, self.config.max_body_bytes))
-        body = sanitize.decode(raw)
+        body = await self._beside(len(raw) > sanitize.INLINE, sanitize.decode, raw)
         self._check_model(body)
         salt = self.tenants.salt(caller, sanitize.clean(body))
         if salt:
             body["cache_salt"] = salt
         started = time.perf_counter()
         try:
-            decision = await self._decide(path, body, salt, record)
+            decision = await self._decide(path, body, salt, record, len(raw) > sanitize.INLINE)
             self.metrics.decide.observe(time.perf_counter() - started)
             if self.config.trace_share >= 1 or (self.config.trace_share and random.random() < self.config.trace_share):
                 sanitize.ask_worker_ids(body)
             headers = sanitize.passed_headers(request.headers) | {"content-type": "application/json"}
             if decision is not None:
                 headers |= loadplan.header(decision)
-            out = Outgoing(path, sanitize.encode(body), headers, record.named)
+            encoded = await self._beside(len(raw) > sanitize.INLINE, sanitize.encode, body)
+            out = Outgoing(path, encoded, headers, record.named)
             return await self.relay.run(request, out, record, partial(self._first, record, started))
         finally:  # also for a client that left while the router was deciding
             self._note(record, "done")
@@ -198,6 +204,8 @@ class Gateway:
             raise Refusal(
                 415, "unsupported_media_type", "send the body as application/json (-H 'content-type: application/json')"
             )
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise Refusal(415, "unsupported_media_type", "send the body as it is, without content-encoding")
         too_large = Refusal(413, "body_too_large", f"the body is larger than {limit} bytes, the limit here")
         if request.content_length is not None and request.content_length > limit:
             raise too_large
@@ -229,9 +237,9 @@ class Gateway:
 
     # -- the decision
 
-    async def _decide(self, path: str, body: dict[str, Any], salt: str, record: Record) -> Decision | None:
+    async def _decide(self, path: str, body: dict[str, Any], salt: str, record: Record, large: bool) -> Decision | None:
         """Sets record.pin and record.named. Raises Refusal(400) for a prompt that cannot fit."""
-        ids = await self._ids(path, body)
+        ids = await self._ids(path, body, large)
         if ids is None:
             record.pin = "unsure"
             return None
@@ -250,12 +258,18 @@ class Gateway:
         record.pin = "none" if decision.prefill is None else "pinned"
         return decision
 
-    async def _ids(self, path: str, body: dict[str, Any]) -> list[int] | None:
+    async def _beside(self, aside: bool, work: Callable[..., Any], *args: Any) -> Any:
+        """`aside`: in a thread, so that one large request does not stop the others."""
+        if not aside:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
+
+    async def _ids(self, path: str, body: dict[str, Any], large: bool) -> list[int] | None:
         renderer = self.renderer
         if renderer is None:
             return None
         chat = path.endswith("/chat/completions")
-        prompt = renderer.chat(body) if chat else renderer.completion(body)
+        prompt = await self._beside(large, renderer.chat if chat else renderer.completion, body)
         if prompt is None or isinstance(prompt, list):
             return prompt
         if self.asker is None and len(prompt.encode()) + SPECIALS < self.config.max_model_len:
@@ -264,9 +278,8 @@ class Gateway:
         if at_least >= self.config.max_model_len:
             raise _too_long(f"more than {at_least}", self.config.max_model_len)
         encode = partial(renderer.encode, prompt, add_special_tokens=not chat)
-        if len(prompt) <= LONG_TEXT:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, encode)
+        ids: list[int] = await self._beside(len(prompt) > LONG_TEXT, encode)
+        return ids
 
     async def _why_unhealthy(self) -> str:
         self.health.saw(False)
@@ -342,7 +355,7 @@ class Gateway:
     async def decision(self, request: web.Request) -> web.Response:
         """Loopback callers only; with `auth: keys` a tenant sees its own requests."""
         caller = self.tenants.caller(request.headers)
-        if not _loopback(request.remote or ""):
+        if not loopback(request.remote or ""):
             raise Refusal(403, "loopback_only", "decisions are shown to callers on this host only")
         found = self.decisions.get(request.match_info["id"])
         if found is None or found["tenant"] != caller.name:
@@ -363,8 +376,8 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
 
 
-def _loopback(host: str) -> bool:
-    if host == "localhost":
+def loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from components.frontend.config import GatewayConfig
 from components.frontend.sanitize import encode
@@ -47,13 +47,18 @@ class Health:
         return self.verdict
 
     async def listed(self) -> bool:
-        models = await self.upstreams.get_json("/v1/models", 2.0)
+        return self._lists(await self.upstreams.get_json("/v1/models", 2.0))
+
+    def _lists(self, models: Any) -> bool:
         return isinstance(models, dict) and any(
             isinstance(m, dict) and m.get("id") == self.config.served_model for m in models.get("data") or ()
         )
 
     async def _judge(self) -> Verdict:
-        if not await self.listed():
+        models = await self.upstreams.get_json("/v1/models", 2.0)
+        if models is None:
+            return Verdict(False, "Dynamo's frontend does not answer")
+        if not self._lists(models):
             return Verdict(
                 False, f"Dynamo's frontend does not list '{self.config.served_model}': no worker of some role is there"
             )

@@ -34,6 +34,10 @@ _CHAT_RENDERED = frozenset({"tools", "tool_choice", "chat_template_args", "chat_
 
 _TEMPLATE_OWN = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"})
 
+RENDERED_MOST = 20_000
+"""Objects and lists in messages, tools and the arguments of their calls beyond which a prompt is not rendered: a hint is
+not worth a second of a template's time."""
+
 LONG_TEXT = 20_000
 """Characters beyond which tokenising belongs in a thread (about 5 ms)."""
 
@@ -67,6 +71,8 @@ class Renderer:
     def chat(self, body: dict[str, Any]) -> str | None:
         """The rendered prompt; None when it is not certain to equal the frontend's."""
         if self.template is None or not body.keys() <= _CHAT_PLAIN | _CHAT_RENDERED:
+            return None
+        if _nested(body.get("messages"), body.get("tools")) > RENDERED_MOST:
             return None
         messages = _messages(body.get("messages"))
         options = body.get("chat_template_args") or body.get("chat_template_kwargs") or {}
@@ -104,6 +110,23 @@ class Renderer:
         if self.adds_nothing or not add_special_tokens:
             return self.words.encode(text)
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+
+
+def _nested(messages: Any, tools: Any) -> int:
+    """Objects and lists that rendering would walk, those in the text of tool calls' arguments included (never fewer)."""
+    todo: list[Any] = [messages, tools]
+    seen = 0
+    while todo and seen <= RENDERED_MOST:
+        item = todo.pop()
+        if isinstance(item, dict):
+            arguments = item.get("arguments")
+            if isinstance(arguments, str):
+                seen += arguments.count("[") + arguments.count("{")
+        elif not isinstance(item, list):
+            continue
+        seen += 1
+        todo += item.values() if isinstance(item, dict) else item
+    return seen
 
 
 def _messages(messages: Any) -> list[dict[str, Any]] | None:
@@ -148,7 +171,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]] | None:
             return None
         try:
             arguments = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(arguments, dict):
             return None

@@ -8,6 +8,7 @@ them a meaning).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,10 +36,22 @@ AGENT_HINTS = frozenset({"osl", "expected_output_tokens"})
 """Hints that cost others nothing. Not here: priority."""
 
 MAX_DEPTH = 64
+MAX_NESTED = 50_000
+"""Objects and lists in one body: a tool-using conversation has thousands."""
+
+MAX_MEMBERS = 200_000
+"""Members of all objects of one body together."""
+
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{:]')
+
+INLINE = 65_536
+"""Bytes of a body up to which reading it may stand in the way of other requests (1 ms)."""
 
 
 def decode(raw: bytes) -> dict[str, Any]:
     """The body as an object. Raises Refusal(400)."""
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTED or raw.count(b":") > MAX_MEMBERS:
+        _check_marks(raw)
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, ValueError) as e:
@@ -47,8 +60,7 @@ def decode(raw: bytes) -> dict[str, Any]:
         raise Refusal(400, "invalid_json", "the body is nested too deeply") from None
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_json", "the body must be a JSON object")
-    if _deeper(body, MAX_DEPTH):
-        raise Refusal(400, "invalid_json", f"the body is nested deeper than {MAX_DEPTH} levels")
+    _check_shape(body)
     return body
 
 
@@ -114,13 +126,28 @@ def _nvext(nvext: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _deeper(value: Any, levels: int) -> bool:
-    todo = [(value, levels)]
+def _check_marks(raw: bytes) -> None:
+    """The same bound before anything is built of it: building holds up every thread for as long as it takes."""
+    nested = members = 0
+    for mark in _MARKS.finditer(raw):
+        kind = raw[mark.start()]
+        nested += kind in b"[{"
+        members += kind == 0x3A
+        if nested > MAX_NESTED or members > MAX_MEMBERS:
+            raise Refusal(
+                400, "invalid_json", f"the body has more than {MAX_NESTED} objects and lists, or {MAX_MEMBERS} members"
+            )
+
+
+def _check_shape(body: dict[str, Any]) -> None:
+    todo, seen = [(body, MAX_DEPTH)], 0
     while todo:
         item, left = todo.pop()
-        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        children = item.values() if isinstance(item, dict) else item
         nested = [c for c in children if isinstance(c, (dict, list))]
+        seen += len(nested)
         if nested and not left:
-            return True
+            raise Refusal(400, "invalid_json", f"the body is nested deeper than {MAX_DEPTH} levels")
+        if seen > MAX_NESTED:
+            raise Refusal(400, "invalid_json", f"the body has more than {MAX_NESTED} objects and lists")
         todo += [(c, left - 1) for c in nested]
-    return False

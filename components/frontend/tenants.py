@@ -35,8 +35,15 @@ class Tenants:
     must succeed. A tenant whose salt key cannot be read gets 503: an unsalted request would share KV.
     """
 
-    def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path, self.clock = path, clock
+    def __init__(
+        self,
+        path: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        beside: Callable[[Callable[[], None]], object] = lambda work: work(),
+    ) -> None:
+        """`beside` runs a reload; the gateway's is a thread, since a large file takes seconds."""
+        self.path, self.clock, self._beside = path, clock, beside
+        self._loading = False
         self.file: TenantsFile | None = None
         self.reloads, self.reload_errors = 0, 0
         self._stamp: object = None
@@ -50,18 +57,25 @@ class Tenants:
 
     def refresh(self) -> None:
         """Look at the file when the last look is old; cheap, for every request."""
-        if self.path is None or self.clock() - self._looked < CHECK_S:
+        if self.path is None or self._loading or self.clock() - self._looked < CHECK_S:
             return
         self._looked = self.clock()
-        if stamp(self.path, self.file) == self._stamp:
-            return
+        if stamp(self.path, self.file) != self._stamp:
+            self._loading = True
+            self._beside(self._reload)
+
+    def _reload(self) -> None:
+        assert self.path is not None
+        seen = stamp(self.path, self.file)
         try:
             self._load()
             self.reloads += 1
-        except DynamoBlobError as e:
-            self._stamp = stamp(self.path, self.file)  # say it once per change
+        except Exception as e:  # whatever is wrong with a file must not reach callers who are in the last good one
+            self._stamp = seen  # say it once per change
             self.reload_errors += 1
             log.error("tenants file not reloaded, the last good one stays in force: %s", e)
+        finally:
+            self._loading = False
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Raises Refusal(401)."""
@@ -81,15 +95,16 @@ class Tenants:
         """The cache salt of a request; "" for none. Raises Refusal(503) when the tenant's salt key is not usable."""
         if self.path is None:
             return client_salt
-        assert self.file is not None
+        salts, file = self._salts, self.file  # in this order: a reload beside us sets the file first
+        assert file is not None
         try:
-            key = self._salts.get(caller.name) or self._salts.setdefault(caller.name, self.file.salt_key(caller.name))
+            key = salts.get(caller.name) or salts.setdefault(caller.name, file.salt_key(caller.name))
         except DynamoBlobError as e:
             log.error("%s", e)
             raise Refusal(
                 503, "tenant_unavailable", "this tenant cannot be served: its salt key is not usable", retry_after=30
             ) from None
-        return str(compose(caller.name, self.file.class_of(caller.name), key, client_salt))
+        return str(compose(caller.name, file.class_of(caller.name), key, client_salt))
 
     def admit(self, caller: Caller) -> None:
         """Count a request in. Raises Refusal(429); pair with `leave`."""
@@ -129,14 +144,23 @@ class Tenants:
 
     def _load(self) -> None:
         assert self.path is not None
+        before = stamp(self.path)
         file = TenantsFile.load(self.path)
+        if not file.tenants:
+            raise DynamoBlobError(
+                "GATEWAY-NO-TENANTS", "the tenants file names no tenant: nobody could call", where=self.path,
+                do="add tenants; configs/tenants holds examples",
+            )  # fmt: skip
         for name in file.tenants:
             try:
                 file.salt_key(name)
             except DynamoBlobError as e:
                 log.error("tenant %s cannot be served: %s", name, e)
-        self.file, self._stamp, self._salts = file, stamp(self.path, file), {}
-        for name in self.callers.keys() - file.tenants.keys():
+        seen = stamp(self.path, file)
+        self.file = file
+        self._salts = {}
+        self._stamp = seen if seen[0] == before[0] else None
+        for name in [n for n in list(self.callers) if n not in file.tenants]:
             if not self.callers[name].inflight:
                 del self.callers[name]
 

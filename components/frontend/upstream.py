@@ -46,6 +46,8 @@ class Replica:
             )
         self.base, self.host, self.port, self.path = base, parts.hostname, parts.port, parts.path.rstrip("/")
         self.down_until = 0.0
+        self.frozen = False
+        """It takes connections and answers nothing (`pulse`)."""
         self.idle: list[Connection] = []
         self.busy: set[Connection] = set()
 
@@ -66,6 +68,18 @@ class Replica:
             _, connection = await loop.create_connection(lambda: Connection(loop, self._freed), self.host, self.port)
         self.busy.add(connection)
         return connection
+
+    @property
+    def heard_at(self) -> float:
+        """The loop's time when the last byte came from it."""
+        return max((c.heard_at for c in (*self.busy, *self.idle)), default=0.0)
+
+    def freeze(self, why: str) -> None:
+        """Whatever waits for it fails."""
+        self.frozen = True
+        for connection in tuple(self.busy):
+            if connection.answer is not None:
+                connection.answer.fail(TimeoutError(why))
 
     def _freed(self, connection: Connection, usable: bool) -> None:
         self.busy.discard(connection)
@@ -105,7 +119,7 @@ class Upstreams:
         self._turn = (self._turn + 1) % len(self.replicas)
         turned = self.replicas[self._turn :] + self.replicas[: self._turn]
         now = time.monotonic()
-        return sorted(turned, key=lambda r: r.down_until > now)
+        return sorted(turned, key=lambda r: r.frozen or r.down_until > now)
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str], skip: str = "") -> tuple[str, Answer]:
         """(replica, answer with its head read; `release` it). Raises UpstreamGone when none takes the request, Broken,
@@ -127,6 +141,15 @@ class Upstreams:
 
     async def _ask(self, replica: Replica, request: bytes) -> Answer:
         """The answer, its head read. Raises Unreachable, Broken, TimeoutError."""
+        if replica.frozen:
+            raise Unreachable(f"{replica.base} does not answer")
+        return await self._exchange(replica, request)
+
+    async def ask_alive(self, replica: Replica) -> None:
+        """Any answer at all from this replica, frozen or not. Raises OSError; the caller sets the deadline."""
+        (await self._exchange(replica, replica.request("GET", "/live", {}, b""))).release()
+
+    async def _exchange(self, replica: Replica, request: bytes) -> Answer:
         connection = replica.take()
         while True:
             kept = connection is not None

@@ -115,7 +115,7 @@ class Answer:
     # -- for the connection
 
     def feed(self, data: bytes) -> None:
-        self._heard = self._loop.time()
+        self._heard = self.connection.heard_at = self._loop.time()
         news = not self.status
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
@@ -289,6 +289,7 @@ class Connection(asyncio.Protocol):
         self.loop, self.on_free = loop, on_free
         self.answer: Answer | None = None
         self.idle_since = 0.0
+        self.heard_at = 0.0
         self._transport: asyncio.Transport | None = None
         self._socket: Any = None
         self._paused = False

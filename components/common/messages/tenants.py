@@ -142,8 +142,10 @@ class TenantsFile(Config):
         """Raises TENANTS-UNREADABLE or CONFIG-INVALID."""
         path = Path(path)
         try:
-            raw = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as e:
+            text = path.read_text()
+            _check_flow_depth(text)
+            raw = yaml.load(text, _Loader)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:  # ValueError: no UTF-8, a date that is none
             raise DynamoBlobError(
                 "TENANTS-UNREADABLE",
                 "the tenants file cannot be read",
@@ -170,7 +172,7 @@ class TenantsFile(Config):
 
     def tenant_of(self, api_key: str) -> str | None:
         """Tenant of a presented API key. Every entry is compared, so that timing tells nothing."""
-        digest, found = hashlib.sha256(api_key.encode()).hexdigest(), None
+        digest, found = hashlib.sha256(api_key.encode("utf-8", "surrogateescape")).hexdigest(), None
         for key, name in self.by_key().items():
             if hmac.compare_digest(key, digest):
                 found = name
@@ -184,11 +186,33 @@ class TenantsFile(Config):
         return read_salt_key(self.salt_key_path(tenant))
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML's last of two equal keys wins silently; here it is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands here twice", key.start_mark)
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+def _check_flow_depth(text: str) -> None:
+    """The parser needs minutes for what nobody writes."""
+    depth = 0
+    for mark in re.findall(r"[\[{\]}]", text):
+        depth += 1 if mark in "[{" else -1
+        if depth > 64:
+            raise ValueError("nested deeper than 64 levels")
+
+
 def read_salt_key(path: Path) -> bytes:
     try:
         found, key = path.stat(), path.read_bytes().strip()
-    except OSError as e:
-        raise _bad_key(path, str(e.strerror)) from None
+    except (OSError, ValueError) as e:  # ValueError: a path no system has
+        raise _bad_key(path, str(getattr(e, "strerror", "") or e)) from None
     mode = stat.S_IMODE(found.st_mode)
     # The kubelet mounts a Secret as root's, readable by the pod's own group and written by nobody.
     secret = mode == 0o440 and found.st_uid == 0 and found.st_gid in (os.getegid(), *os.getgroups())
@@ -212,8 +236,8 @@ def rotate_salt_key(path: Path) -> None:
     os.replace(temporary, path)
 
 
-def stamp(path: Path | str, known: TenantsFile | None = None) -> tuple[tuple[str, int, int, int], ...]:
-    """Changes when the file or a salt key file it names changes; a file absent counts as (path, 0, 0, 0)."""
+def stamp(path: Path | str, known: TenantsFile | None = None) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Changes when the file or a salt key file it names changes, its mode included; a file absent counts as zeros."""
     paths = [Path(path)]
     if known is not None:
         paths += [known.salt_key_path(name) for name in sorted(known.tenants)]
@@ -221,9 +245,9 @@ def stamp(path: Path | str, known: TenantsFile | None = None) -> tuple[tuple[str
     for one in paths:
         try:
             s = one.stat()
-            out.append((str(one), s.st_mtime_ns, s.st_size, s.st_ino))
-        except OSError:
-            out.append((str(one), 0, 0, 0))
+            out.append((str(one), s.st_mtime_ns, s.st_size, s.st_ino, s.st_mode))
+        except (OSError, ValueError):
+            out.append((str(one), 0, 0, 0, 0))
     return tuple(out)
 
 

@@ -77,12 +77,20 @@ class FakeFrontend:
         self.seen: list[Seen] = []
         self.listed = [SERVED]
         self.gone = asyncio.Event()
+        self.live: asyncio.Event | None = None
+        """Set: /live answers; None: always."""
 
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/v1/{rest:.*}", self._post)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/live", self._live)
         return app
+
+    async def _live(self, _: web.Request) -> web.Response:
+        if self.live is not None:
+            await self.live.wait()
+        return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": m} for m in self.listed]})

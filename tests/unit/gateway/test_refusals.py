@@ -136,7 +136,7 @@ async def test_a_slow_body_is_given_up(tmp_path: Path) -> None:
     async with Stage(tmp_path, body_deadline_s=0.1) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.client.port)
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
         )
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
         writer.close()

@@ -189,7 +189,7 @@ async def test_a_client_that_stops_reading_is_dropped(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.client.port, limit=1024)
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             % len(body)
             + body
         )
