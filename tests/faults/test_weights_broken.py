@@ -235,7 +235,8 @@ def test_ranks_on_full_shared_memory_are_told_so(
 
     with ThreadPoolExecutor(2) as pool:
         found = set(pool.map(rank, range(2)))
-    assert "WEIGHTS-SHM-FULL" in found and found <= {"WEIGHTS-SHM-FULL", "WEIGHTS-RANK-MISSING", "WEIGHTS-DEADLINE"}
+    assert "WEIGHTS-SHM-FULL" in found  # the other rank hears of it in the way that comes first
+    assert found <= {"WEIGHTS-SHM-FULL", "WEIGHTS-RANK-MISSING", "WEIGHTS-RANK-FAILED", "WEIGHTS-DEADLINE"}
     assert list(small.iterdir()) == []
 
 

@@ -155,10 +155,7 @@ class TensorStream:
                     del view
                 finally:
                     self.gate.leave(done)
-                with self._changed:
-                    for s in (job.home, *job.others):
-                        s.waiting -= 1
-                    self._changed.notify_all()
+                self._arrived(job)
         except Stopped:
             pass
         except BaseException as e:
@@ -166,6 +163,28 @@ class TensorStream:
                 if self._error is None:
                     self._error = e
                 self._changed.notify_all()
+
+    def _arrived(self, job: RangeJob) -> None:
+        with self._changed:
+            for s in (job.home, *job.others):
+                s.waiting -= 1
+            if not job.home.waiting:  # the others end later: each has a last range of its own
+                self._changed.notify_all()
+
+    def _read_sealed(self, job: RangeJob, mapped: MappedFile) -> None:
+        """All of a file that is there and proven: to spread its ranges over threads costs more than they do."""
+        with self._changed:
+            first, last = self._next, self._next
+            while last < len(self._jobs) and self._jobs[last].file is job.file:
+                self._allocate(self._jobs[last].home)  # a mapping takes nothing of the budget
+                last += 1
+            self._next = last
+            self._changed.notify_all()
+        for each in self._jobs[first:last]:
+            if self._stopped():
+                raise Stopped
+            self.fetcher.fetch(each, self._view(each), mapped)
+            self._arrived(each)
 
     def _take(self) -> RangeJob | None:
         """The next range in order, once its home has memory; None when there is none left."""
@@ -186,6 +205,8 @@ class TensorStream:
         with self._changed:
             self._placed[path] = mapped
             self._changed.notify_all()
+        if isinstance(mapped, MappedFile) and mapped.lot is not None:
+            self._read_sealed(job, mapped)
         return self._take()
 
     def _allocate(self, home: Segment) -> bool:
