@@ -208,7 +208,7 @@ class _Compiler:
         return Process(
             name=name, component=component, replica=replica, argv=tuple(argv), env=dict(sorted(env.items())),
             cwd=str(self.site.run / "cwd" / name), config=config, config_path=path, drain_s=spec.drain_s,
-            grace_s=spec.grace_s or spec.drain_s + 30.0, restarts=spec.restarts, cpus=spec.cpus,
+            grace_s=spec.grace_s or spec.drain_s + 30.0, restarts=spec.restarts, frozen_s=spec.frozen_s, cpus=spec.cpus,
             memory_bytes=spec.memory or fields.pop("memory_bytes", 0), **{k: v for k, v in fields.items() if k != "memory_bytes"},
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ class _Compiler:
         return self.process(
             "azurite", 0, ComponentSpec(drain_s=5.0), [self.site.python, "-m", "components.common.storage.azurite"], config=config, env=self.env.python(),
             ports=(Port(name="blob", number=port, purpose=f"Blob API of {', '.join(EMBEDDED_ACCOUNTS.values())}"),),
-            probe=Probe(tcp=f"{LOOPBACK}:{port}", deadline_s=60), identity="issuer", secrets=tuple(config.accounts.values()),
+            probe=Probe(answers=f"http://{LOOPBACK}:{port}/", deadline_s=60), identity="issuer", secrets=tuple(config.accounts.values()),
             memory_bytes=400 << 20, volumes=(Volume(name="store", path=str(data)),),
         )  # fmt: skip
 
@@ -233,7 +233,7 @@ class _Compiler:
         return self.process(
             "events", 0, ComponentSpec(drain_s=2.0), [self.site.python, "-m", "graphs.launch.broker"], config=config, env=self.env.python(),
             ports=tuple(Port(name=n, number=p, purpose="Dynamo's KV and load events") for n, p in ports),
-            probe=Probe(tcp=f"{LOOPBACK}:{ports[1][1]}", deadline_s=30), memory_bytes=64 << 20,
+            probe=Probe(zmtp=f"{LOOPBACK}:{ports[1][1]}", deadline_s=30), memory_bytes=64 << 20,
         )  # fmt: skip
 
     def weights(self, i: int) -> Process:

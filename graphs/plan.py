@@ -28,7 +28,8 @@ class Probe(Config):
     unix_http: str = Field("", description="unix:/path:/url-path that answers 200 when ready")
     model: str = Field("", description="URL of /v1/models that must list `expect`")
     expect: str = ""
-    tcp: str = Field("", description="host:port that accepts a connection when ready")
+    answers: str = Field("", description="URL that answers anything at all when ready")
+    zmtp: str = Field("", description="host:port of a ZeroMQ socket, which greets when ready")
     timeout_s: float = Field(
         2.0, gt=0, description="seconds one probe may take; the gateway's asks the engines for a token"
     )
@@ -115,8 +116,11 @@ class Process(Config):
         description="seconds the process may take to finish answers on SIGTERM; the launcher kills its group at grace_s",
     )
     grace_s: float = Field(60.0, gt=0, description="seconds between SIGTERM and SIGKILL in a cluster; exceeds drain_s")
-    restarts: int = Field(3, ge=0, description="restarts within `restart_window_s` before the graph has failed")
+    restarts: int = Field(3, ge=0, description="restarts within `restart_window_s` before it has failed")
     restart_window_s: float = Field(120.0, gt=0)
+    frozen_s: float = Field(
+        30.0, ge=0, description="seconds without any answer after which a process that was ready is killed; 0 = never"
+    )
     inotify: int = Field(
         0, ge=0, description="inotify instances it takes (18 per Dynamo frontend, 17 per KvRouter process)"
     )

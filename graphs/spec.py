@@ -189,7 +189,18 @@ class ComponentSpec(Spec):
         ge=0,
         description="seconds between SIGTERM and SIGKILL (cluster: terminationGracePeriodSeconds); 0 = drain + 30",
     )
-    restarts: int = Field(3, ge=0, le=100, description="restarts within two minutes before the graph has failed")
+    restarts: int = Field(
+        3,
+        ge=0,
+        le=100,
+        description="restarts within two minutes; beyond them the graph has failed, or, where it serves without, this process alone",
+    )
+    frozen_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="one machine: seconds without any answer after which a process that was ready is killed and restarted; 0 = never",
+    )
 
 
 class FrontendSpec(ComponentSpec):

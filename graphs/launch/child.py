@@ -75,6 +75,8 @@ class Child:
         self.ready_after: float | None = None
         self.was_ready = False
         self.starts = 0
+        self.failures = 0
+        """Times it was given up while the graph went on."""
         self.exits: deque[float] = deque(maxlen=200)
         self.ready, self.exited = asyncio.Event(), asyncio.Event()
         self.stopping = False

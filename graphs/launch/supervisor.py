@@ -19,7 +19,7 @@ from typing import Any
 from components.common.errors import DynamoBlobError
 from graphs.launch import proc
 from graphs.launch.child import Child, become_subreaper, raise_descriptors, reap_adopted
-from graphs.launch.probe import check
+from graphs.launch.probe import check, look
 from graphs.launch.runs import write_json
 from graphs.plan import Plan, Process
 
@@ -30,9 +30,13 @@ DRAIN_ORDER = (
     ("azurite", "events", "etcd", "nats"),
 )
 PROBE_EVERY_S, WATCH_EVERY_S, PROBE_MISSES = 0.2, 2.0, 2
-WORKERS, LEASE_S, FROZEN_S = ("prefill", "decode", "aggregated"), 7.5, 30.0
-"""A worker silent for longer than LEASE_S has lost its lease (10 s, file discovery) and is restarted when it wakes; after FROZEN_S it is killed."""
+WORKERS, LEASE_S = ("prefill", "decode", "aggregated"), 7.5
+"""A worker silent for longer than LEASE_S has lost its lease (10 s, file discovery) and is restarted when it wakes."""
 BACK_OFF_S, BACK_OFF_MOST_S = 0.25, 10.0
+SERVES_WITHOUT = ("router", "events", "sweeper")
+"""Their death costs the hint, the routing news, the deletions; answers stay whole."""
+RETRY_S, RETRY_MOST_S = 60.0, 600.0
+"""How long after it failed alone a process is tried again, doubling."""
 
 
 class Supervisor:
@@ -130,14 +134,14 @@ class Supervisor:
                 await self._dependencies(child)
                 if child.stopping or self._stop.is_set():  # a dependency may become ready while the graph drains
                     return
-                self._set(child, "starting")
-                child.spawn()
-                self._note()
-                if await self._until_ready(child):
-                    await self._watch(child)
-                if child.stopping or self._stop.is_set():
+                try:
+                    await self._once(child)
+                except DynamoBlobError as e:
+                    if child.stopping or not self._dispensable(child):
+                        raise
+                    await self._fail_alone(child, e)
+                if child.stopping:
                     return
-                await self._ended(child)
         except asyncio.CancelledError:
             raise
         except DynamoBlobError as e:
@@ -153,6 +157,16 @@ class Supervisor:
                     why=f"{type(e).__name__}: {e}",
                 )
             )
+
+    async def _once(self, child: Child) -> None:
+        """One life of the process. Raises what ends the attempts."""
+        self._set(child, "starting")
+        child.spawn()
+        self._note()
+        if await self._until_ready(child):
+            await self._watch(child)
+        if not child.stopping and not self._stop.is_set():
+            await self._ended(child)
 
     async def _dependencies(self, child: Child) -> None:
         for name in child.process.after:
@@ -204,23 +218,29 @@ class Supervisor:
             self._note()
 
     async def _watch(self, child: Child) -> None:
-        """Until it exits. A probe that fails twice shows as `unready`; it does not end the process."""
-        misses, answered = 0, time.monotonic()
+        """Until it exits. A probe that fails twice shows as `unready`. What answers nothing at all for `frozen_s` is killed."""
+        misses, silent, p = 0, 0.0, child.process
+        most_s = WATCH_EVERY_S + (p.probe.timeout_s if p.probe else 0.0) + 0.5
         while not child.exited.is_set():
+            began = time.monotonic()
             with suppress(TimeoutError):
                 await asyncio.wait_for(child.exited.wait(), WATCH_EVERY_S)
                 return
             if child.stopping:
                 continue
-            why = await check(child.process.probe)
+            stopped = (found := proc.stat(child.pid or 0)) is not None and found.state == "T"
+            answered, why = (False, "stopped by a signal (SIGSTOP)") if stopped else await look(p.probe)
             misses = misses + 1 if why else 0
-            silent = time.monotonic() - answered
-            answered = answered if why else time.monotonic()
-            if child.process.component in WORKERS and silent > LEASE_S and (not why or silent > FROZEN_S):
-                # Dynamo never registers a worker again whose lease ran out: it would be healthy and idle for ever.
-                self._set(child, "unready", f"silent for {silent:.0f} s: its lease is lost, it is restarted")
-                child.signal(signal.SIGKILL if why else signal.SIGTERM)
-                answered = time.monotonic()
+            was_silent = silent + min(time.monotonic() - began, most_s)  # the launcher may have been stopped as well
+            silent = 0.0 if answered else was_silent
+            frozen = 0 < p.frozen_s < silent and misses >= PROBE_MISSES
+            # Dynamo never registers a worker again whose lease ran out: it would be healthy and idle for ever.
+            lost = not why and p.component in WORKERS and was_silent > LEASE_S
+            if (frozen or lost) and not child.exited.is_set():
+                fate = "its lease is lost, it is restarted" if lost else f"{why}; it is killed and restarted"
+                self._set(child, "unready", f"silent for {was_silent:.0f} s: {fate}")
+                child.signal(signal.SIGTERM if lost else signal.SIGKILL)
+                silent = 0.0
                 continue
             if not child.exited.is_set() and not child.stopping and (not why or misses >= PROBE_MISSES):
                 self._set(child, "unready" if why else "ready", why)
@@ -235,6 +255,8 @@ class Supervisor:
         now, p = time.monotonic(), child.process
         child.exits.append(now)
         recent = [t for t in child.exits if now - t <= p.restart_window_s]
+        if now - child.spawned > p.restart_window_s:
+            child.failures = 0
         # A refusal at the first start (bad weights, taken port) repeats itself: show it instead of trying again.
         if not child.was_ready and code is not None and code > 0:
             raise DynamoBlobError(
@@ -251,8 +273,27 @@ class Supervisor:
             )  # fmt: skip
         wait = min(BACK_OFF_MOST_S, BACK_OFF_S * 2 ** (len(recent) - 1))
         self._set(child, "backing-off", f"{text}; restart {len(recent)} of {p.restarts} in {wait:g} s")
+        await self._pause(wait)
+
+    async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), wait)
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+    def _dispensable(self, child: Child) -> bool:
+        """Does the graph serve without it? Until it served once, nothing is missing without a reason to end the start."""
+        if self.phase != "serving":
+            return False
+        same = [c for c in self.children.values() if c.process.component == child.process.component and c is not child]
+        return child.process.component in SERVES_WITHOUT or any(c.state != "failed" and not c.stopping for c in same)
+
+    async def _fail_alone(self, child: Child, error: DynamoBlobError) -> None:
+        """Shown as failed while the graph goes on; tried again after a long while."""
+        await child.end_session()
+        child.failures += 1
+        wait = min(RETRY_MOST_S, RETRY_S * 2 ** (child.failures - 1))
+        self._set(child, "failed", f"{error.what}: {error.why}; the graph serves without it; tried again in {wait:g} s")
+        self._note()
+        await self._pause(wait)
 
     # -- the whole graph
 

@@ -16,8 +16,9 @@ import pytest
 
 from components.common.errors import DynamoBlobError
 from graphs.launch import proc
+from graphs.launch import supervisor as supervising
 from graphs.launch.supervisor import Supervisor
-from graphs.plan import Plan
+from graphs.plan import Plan, Probe
 from tests.faults.launcher_stub import plan_of, stub
 
 
@@ -207,3 +208,105 @@ async def test_scale_starts_and_drains_without_touching_the_others(tmp_path: Pat
         assert await s.scale(plan_of(tmp_path, one)) == {"started": [], "drained": ["decode-1"]}
         assert "drained" in (tmp_path / "logs" / "decode-1.log").read_text()
         assert s.children["decode-0"].pid == pid and list(s.children) == ["decode-0"]
+
+
+async def test_a_frozen_process_is_killed_and_restarted_one_that_answers_is_not(
+    tmp_path: Path, ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process stopped by a signal showed as unready for ever; its kernel even went on accepting connections."""
+    monkeypatch.setattr(supervising, "WATCH_EVERY_S", 0.1)
+    healthy = tmp_path / "healthy"
+    healthy.touch()
+    held = stub("decode-0", ports[3], tmp_path, kind="decode", frozen_s=1.0)
+    assert held.probe is not None
+    held = held.model_copy(update={"probe": held.probe.model_copy(update={"timeout_s": 0.5})})
+    plan = plan_of(
+        tmp_path, stub("router-0", ports[0], tmp_path, frozen_s=1.0), stub("router-1", ports[1], tmp_path, frozen_s=0.0),
+        stub("router-2", ports[2], tmp_path, "--ready-when", str(healthy), frozen_s=1.0), held,
+    )  # fmt: skip
+    async with running(plan) as s:
+        await asyncio.wait_for(s.ready.wait(), 20)
+        frozen, never, refusing, worker = s.children.values()
+        monkeypatch.setattr(supervising, "LEASE_S", 1.5)
+        time.sleep(2.0)  # noqa: ASYNC251 - the launcher itself was stopped: nobody else was silent
+        healthy.unlink()
+        for child in (frozen, never):
+            os.kill(child.pid or 0, signal.SIGSTOP)
+        await until(lambda: frozen.starts == 2 and frozen.state == "ready")
+        await until(lambda: never.state == "unready" and "stopped by a signal" in never.why)
+        await until(lambda: refusing.state == "unready" and refusing.why == "still loading")
+        assert (never.starts, refusing.starts, worker.starts) == (1, 1, 1)
+        os.kill(never.pid or 0, signal.SIGCONT)
+        await until(lambda: never.state == "ready")
+        assert len(frozen.exits) == 1, "it costs the restart budget"
+
+
+async def test_accepting_a_connection_is_no_answer() -> None:
+    """The kernel accepts for a frozen process."""
+    import zmq
+
+    from graphs.launch.probe import check
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for probe in (Probe(zmtp=address, timeout_s=0.3), Probe(answers=f"http://{address}/", timeout_s=0.3)):
+            assert await check(probe) == "no answer in 0.3 s"
+
+    async def forbid(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.0 403 No\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(forbid, "127.0.0.1", 0) as server:
+        other = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await check(Probe(answers=f"http://{other}/")) == ""
+        assert await check(Probe(http=f"http://{other}/")) == "HTTP 403"
+        assert "not ZeroMQ" in await check(Probe(zmtp=other))
+    assert await check(Probe(zmtp=address)) == await check(Probe(answers=f"http://{address}/")) == "not listening yet"
+    with zmq.Context() as context, context.socket(zmq.XPUB) as xpub:
+        port = xpub.bind_to_random_port("tcp://127.0.0.1")
+        assert await check(Probe(zmtp=f"127.0.0.1:{port}")) == ""
+
+
+@pytest.mark.parametrize("kind", ["router", "events", "sweeper", "decode"])
+async def test_what_serving_does_without_fails_alone_and_is_tried_again(
+    tmp_path: Path, ports: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Four kills of a router in twenty seconds ended a graph that serves without one. Decode: its second replica."""
+    monkeypatch.setattr(supervising, "RETRY_S", 1.0)
+    plan = plan_of(
+        tmp_path, stub(f"{kind}-1", ports[0], tmp_path, kind=kind, restarts=1), stub("decode-0", ports[1], tmp_path, kind="decode", restarts=0)
+    )  # fmt: skip
+    s = Supervisor(plan)
+    s.start()
+    task = asyncio.create_task(s.run())
+    child = s.children[f"{kind}-1"]
+    await asyncio.wait_for(s.ready.wait(), 20)
+    for start in (1, 2):
+        await until(lambda start=start: child.starts == start and child.state == "ready")
+        os.kill(child.pid or 0, signal.SIGKILL)
+    await until(lambda: child.state == "failed")
+    assert "ended 2 times in 120 s" in child.why and "SIGKILL" in child.why and "tried again in 1 s" in child.why
+    assert s.failure is None and s.phase == "serving" and s.children["decode-0"].state == "ready"
+    await until(lambda: child.starts == 3 and child.state == "ready")
+    os.kill(s.children["decode-0"].pid or 0, signal.SIGKILL)  # the other way round: what serving needs
+    if kind == "decode":
+        await until(lambda: s.children["decode-0"].state == "failed")
+        os.kill(child.pid or 0, signal.SIGKILL)
+    with pytest.raises(DynamoBlobError) as e:
+        await asyncio.wait_for(task, 30)
+    assert e.value.code == "LAUNCH-RESTARTS-SPENT"
+    assert e.value.what.startswith("decode-1" if kind == "decode" else "decode-0")
+
+
+async def test_a_new_replica_that_refuses_to_start_leaves_the_graph_alone(
+    tmp_path: Path, ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "RETRY_S", 30.0)
+    one = stub("decode-0", ports[0], tmp_path, kind="decode")
+    async with running(plan_of(tmp_path, one)) as s:
+        await asyncio.wait_for(s.ready.wait(), 20)
+        await s.scale(plan_of(tmp_path, one, stub("decode-1", ports[1], tmp_path, "--exit", "1", kind="decode")))
+        child = s.children["decode-1"]
+        await until(lambda: child.state == "failed")
+        assert "STUB-REFUSED" in child.why and s.failure is None and s.children["decode-0"].state == "ready"
+        assert await s.scale(plan_of(tmp_path, one)) == {"started": [], "drained": ["decode-1"]}
