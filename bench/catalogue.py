@@ -1,21 +1,30 @@
 """The KV catalogue at 10^6 objects: memory, time per operation, time of a sweep's verdict, requests per object.
 
-Times are CPU seconds of this process: the machine may be busy with others. Memory is what the process grew by (resident), not what was asked for. Requests are counted by the sweeper against an
-embedded Azurite on a smaller store and do not depend on its size: one LIST per 5000 objects, one DELETE per object deleted.
+Times are CPU seconds of this process: the machine may be busy with others. Memory is what the process grew by
+(resident), not what was asked for. Requests are those of two sweeps over a smaller store in Azurite, the first of which
+lists it and deletes half: per object they do not depend on its size (a LIST per 5000 objects, a DELETE per deletion).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from bench.report import Report
 from components.common.kv.catalogue import Catalogue
 from components.common.kv.classes import Classes
 from components.common.kv.retention import Lru, ReuseModel, Worth, verdict
 from components.common.kv.snapshot import decode, encode
+from components.common.kv.store import KvStore
+from components.common.kv.sweeper import Sweeper, SweeperConfig
 from components.common.messages.tenants import RetentionClass
+from tests.kvtools.azure import azurite
+
+CONTAINER = "kv-bench"
 
 
 def _rss() -> int:
@@ -29,6 +38,36 @@ def name(i: int) -> str:
 
 
 def bench(report: Report, quick: bool) -> None:
+    report.server = "requests per object: azurite; everything else: none"
+    requests(report, 200 if quick else 2000)
+    memory_and_time(report, quick)
+
+
+def requests(report: Report, objects: int) -> None:
+    """Requests per object of a sweep that lists everything and deletes half, and of the next one, which finds nothing to do."""
+    with tempfile.TemporaryDirectory() as folder, azurite(Path(folder) / "azurite") as server:
+        account = server.account()
+        account.ensure_container(CONTAINER)
+        names = ["/".join(("ab" * 16, "cd" * 12 + "0" * 8, *name(i).split("/")[2:])) for i in range(objects)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda n: account.put(CONTAINER, n, b"x" * 100), names))
+        store = KvStore(account, CONTAINER)
+        rule = RetentionClass(ttl_s=86400, max_ttl_s=86400, bytes=objects * 100 // 2)
+        config = SweeperConfig(account=account.config, container=CONTAINER, most_deletes=objects)
+        sweeper = Sweeper(config, store, Classes({"a": rule}, "a", CONTAINER))
+        for sweep in ("first sweep, half of it deleted", "next sweep, nothing to do"):
+            before, began = dict(store.requests), time.monotonic()
+            assert sweeper.run_once()
+            report.add(f"{objects} objects in Blob", f"{sweep}: wall", 0, time.monotonic() - began, "s")
+            for kind, n in store.requests.items():
+                report.add(f"{objects} objects in Blob", f"{sweep}: {kind}", 0, n - before[kind], "requests")
+        assert sweeper.counters["deleted_budget"] == objects // 2
+        sweeper.close()
+        store.close()
+        account.close()
+
+
+def memory_and_time(report: Report, quick: bool) -> None:
     objects = 200_000 if quick else 1_000_000
     cell, now = f"{objects} objects", time.time()
     before = _rss()
@@ -58,7 +97,7 @@ def bench(report: Report, quick: bool) -> None:
             rule = RetentionClass(ttl_s=1e9, max_ttl_s=1e9, bytes=catalogue.bytes // 4)
             began = time.process_time()
             rows = catalogue.columns()
-            found = verdict(rows, Classes({"a": rule, "b": rule}, "a", "kv"), policy, now)
+            found = verdict(rows, Classes({"a": rule, "b": rule}, "a", CONTAINER), policy, now)
             report.add(cell, f"verdict, {policy.name}", round_, time.process_time() - began, "s")
     report.note(f"the verdict would delete {len(found.rows)} of {len(rows.slot)} objects")
     del rows, found
