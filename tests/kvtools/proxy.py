@@ -15,7 +15,8 @@ class Rule:
     """What happens to requests whose method is in `methods` and whose path contains `match`.
 
     kind: status (arg = HTTP code), delay (arg = seconds), hang, reset, stall (after arg body bytes), cut (after arg body
-    bytes), truncate (arg bytes fewer, told honestly), flip (a byte at arg), other (arg = path of another object), throttle (bytes/s)
+    bytes), truncate (arg bytes fewer, told honestly), flip (a byte at arg), other (arg = path of another object), throttle (bytes/s),
+    upstream (arg = port of another store that answers)
     """
 
     kind: str
@@ -141,7 +142,8 @@ class FaultProxy:
                     up is not None
                 ):  # one per request: the store closes an idle one after 5 s, and NIXL's put would wait 60 s
                     up[1].close()
-                up = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
+                port = int(rule.arg) if rule and rule.kind == "upstream" else self.upstream
+                up = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
                 up[1].write(head + body)
                 await self._answer(method, rule, seen, up[0], writer)
                 seen.done = time.monotonic()
