@@ -31,6 +31,7 @@ from dynamo.common.constants import DisaggregationMode
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
+from components.common.engine.choices import together, without_end
 from components.common.engine.config import WorkerConfig
 from components.common.errors import DynamoBlobError
 from components.common.messages.loadplan import LoadPlan
@@ -266,6 +267,7 @@ class MockEngine(LLMEngine):
         most = min(stop.get("max_tokens") or DEFAULT_ANSWER, room)
         choices = max(1, (request.get("sampling_options") or {}).get("n") or 1)
         logprobs = (request.get("output_options") or {}).get("logprobs")
+        ends: list[dict[str, Any]] = []
         for i, token in enumerate(answer_ids(self.words, len(tokens), most)):
             if context.is_stopped():
                 self.counters["cancelled"] += 1
@@ -295,7 +297,11 @@ class MockEngine(LLMEngine):
                                 "prompt": _fingerprint(tokens),
                             }
                         }
-                yield chunk
+                left = without_end(chunk, ends) if choices > 1 else chunk
+                if left is not None:
+                    yield left
+        for end in together(ends):
+            yield end
 
     async def _prefill(self, tokens: list[int], salt: str, handed: dict[str, Any] | None) -> int:
         """Fill the cache; returns cached tokens. A prompt that a prefill worker handed over costs no time here."""

@@ -112,8 +112,10 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_n(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(model=SERVED, messages=CHAT, max_tokens=3, n=2)  # type: ignore[arg-type]
-    assert [c.index for c in found.choices] == [0, 1] and all(c.message.content for c in found.choices)
+    found = client.chat.completions.create(model=SERVED, messages=CHAT, max_tokens=5, n=3)  # type: ignore[arg-type]
+    assert [(c.index, c.finish_reason) for c in found.choices] == [(i, "length") for i in range(3)]
+    assert [len((c.message.content or "").split()) for c in found.choices] == [5] * 3
+    assert found.usage and found.usage.completion_tokens == 15
 
 
 def test_tools_are_passed_and_counted(client: openai.OpenAI, graph: MockGraph) -> None:

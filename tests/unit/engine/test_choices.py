@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from components.common.engine import choices
+from components.common.engine.config import WorkerConfig
+from components.common.engine.mock import MockEngine, answer_ids
 
 HANDOVER = {"do_remote_prefill": True, "remote_engine_id": "p", "tenant": "0" * 32}
 REST = {"tenant": "0" * 32}
+MOCK = {
+    "name": "decode-0", "role": "aggregated", "served_model": "mock", "namespace": "n", "component": "backend", "run_dir": "/r", "engine_kind": "mock",
+    "weights": {"release": {"model": "m"}, "account": {"url": "http://127.0.0.1:1/a", "credential": {"kind": "entra"}}, "root": "/r", "trust": {"require": "none"}},
+}  # fmt: skip
 
 
 class Params(SimpleNamespace):
@@ -96,3 +102,21 @@ def test_ends_come_last_and_together() -> None:
         {"token_ids": [], "index": 1, "finish_reason": "stop", "completion_usage": usage},
     ]
     assert choices.together([]) == []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_mock_ends_every_answer_only_when_all_are_whole(n: int) -> None:
+    """Its second and third answer were torn: Dynamo closes at the first choice that ends."""
+    engine = MockEngine(WorkerConfig.model_validate(MOCK), model_path="unused")
+    engine.words = list(range(1000))
+    request = {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 5}, "sampling_options": {"n": n}}
+    context = SimpleNamespace(metadata={}, is_stopped=lambda: False)
+    chunks = [c async for c in engine.generate(request, context)]
+    first_end = next(i for i, c in enumerate(chunks) if "finish_reason" in c)
+    answers: dict[int, list[int]] = {i: [] for i in range(n)}
+    for chunk in chunks if n == 1 else chunks[:first_end]:
+        answers[chunk["index"]] += chunk["token_ids"]
+    assert answers == {i: answer_ids(engine.words, 3, 5) for i in range(n)}
+    assert [c["index"] for c in chunks[first_end:]] == list(range(n))
+    assert {c["finish_reason"] for c in chunks[first_end:]} == {"length"}
+    assert {c["completion_usage"]["completion_tokens"] for c in chunks[first_end:]} == {5 * n}
