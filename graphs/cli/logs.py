@@ -66,7 +66,9 @@ def _size(path: Path) -> int:
 
 def _chosen(state: Path, graph: str, names: list[str]) -> list[Path]:
     found = [
-        r for r in runs.all_runs(state) if (r.path / "logs").is_dir() and (not graph or r.state.get("graph") == graph)
+        r
+        for r in runs.all_runs(state)
+        if any((r.path / "logs").glob("*.log")) and (not graph or r.state.get("graph") == graph)
     ]
     found.sort(key=lambda r: not r.launcher_alive)  # one that runs goes before newer ones that ended
     if not found:

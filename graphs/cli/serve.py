@@ -11,21 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import shlex
 from pathlib import Path
 
 from components.common.errors import DynamoBlobError
 from graphs import output
-from graphs.compile import compile_plan
-from graphs.env import PASSED
-from graphs.launch import runs
+from graphs.launch import byhand, runs
 from graphs.launch.session import Session
 from graphs.launch.table import View, phase_table
-from graphs.load import read_graph
-from graphs.plan import Plan
-from graphs.site import Site
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +31,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the graph, e.g. components.decode.replicas=2",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print argv and environment of every process, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print argv and environment of every process as a script; starts nothing, writes the credentials it reads",
     )
     parser.add_argument("--smoke", metavar="QUESTION", help="start, ask, prove every hop, stop")
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="with --smoke or --dry-run: write the result there (- = stdout); else the status once ready",
+        nargs="?",
+        const="-",
+        help="with --smoke or --dry-run: write the result there (nothing or - = stdout); else the status once ready",
     )
     parser.add_argument("--state", type=Path, default=None, help="state directory (default .state of the checkout)")
     parser.add_argument("--quiet", action="store_true", help="no table")
@@ -105,33 +102,9 @@ def writable(file: str) -> None:
 
 
 def dry_run(args: argparse.Namespace, state: Path) -> int:
-    """Every process as it would run. The release's digests are filled in when this store knows them."""
-    from graphs.launch import store
-
-    graph = read_graph(args.graph, args.set)
-    site = Site(run=state / "runs" / f"dry-run-{graph.spec.graph}", state=state)
-    release = store.known_release(graph, site) if graph.spec.storage.embedded == "azurite" else None
-    if release is not None:
-        site = Site(run=site.run, state=state, release=release)
-    plan = compile_plan(graph, site)
+    """Every process as it would run. Starts nothing; credentials that the commands read are written."""
     if args.json:
-        output.write(args.json, plan.model_dump(mode="json"))
+        output.write(args.json, byhand.prepared(args.graph, args.set, state)[1].model_dump(mode="json"))
     else:
-        print(as_shell(plan))
+        print(byhand.script(args, state))
     return 0
-
-
-def as_shell(plan: Plan) -> str:
-    """The plan as shell commands that can be run by hand, in start order. Secrets are files; only their paths appear."""
-    lines = ["# every process of the graph, runnable by hand; nothing but these variables reaches it", "set -u"]
-    lines += [f"mkdir -p {' '.join(shlex.quote(d) for d in plan.dirs)}", ""]
-    passed = " ".join(f'{name}="${{{name}-}}"' for name in PASSED)
-    for p in plan.processes:
-        after = f"  (after {', '.join(p.after)})" if p.after else ""
-        lines.append(f"# {p.name}{after}")
-        if p.config is not None:
-            lines += [f"cat > {shlex.quote(p.config_path)} <<'JSON'", json.dumps(p.config, indent=1), "JSON"]
-        lines.append(f"cd {shlex.quote(p.cwd)} && env -i {passed} \\")
-        lines += [f"  {shlex.quote(f'{k}={v}')} \\" for k, v in p.env.items()]
-        lines += [f"  {shlex.join(p.argv)} &", ""]
-    return "\n".join(lines)

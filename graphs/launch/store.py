@@ -31,6 +31,7 @@ from components.common.storage.azurite import ensure_key, log_records
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Grant, Role, SasIssuer
 from graphs.launch.runs import REPOSITORY, write_json
+from graphs.launch.samples import SAMPLES
 from graphs.launch.source import refuse_incomplete
 from graphs.load import Graph
 from graphs.site import EMBEDDED_ACCOUNTS, Release, Site
@@ -48,21 +49,27 @@ IDENTITIES: dict[str, dict[str, Role]] = {
     "kv": {"serving": "kv"},
 }
 """Account -> identity -> what its SAS allows. The file is credentials/<identity>.<account>.json in the run directory."""
-SAMPLES = {"smollm2-135m-instruct": "tools.sample_model", "tiny-full": "tools.tiny_model"}
 
 
-def prepare(graph: Graph, site: Site) -> SasIssuer:
-    """Make account keys where there are none and write a SAS file for every identity; renewed until closed."""
-    spec, grants = graph.spec, []
+def grants(graph: Graph, site: Site, ttl_s: float = 3600.0) -> list[Grant]:
+    """The SAS file of every identity. Makes account keys where there are none, and their directories, for this user alone."""
+    spec, out = graph.spec, []
+    for folder in (site.state / "keys", site.run / "credentials"):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
     for role, account in EMBEDDED_ACCOUNTS.items():
         key = site.account_key(account)
         ensure_key(key)
         url = site.account_url(spec, role)
         for identity, right in IDENTITIES[role].items():
-            grants.append(
-                Grant(site.credential(identity, role), url, key, right, container=spec.storage.weights.container)
-            )
-    return SasIssuer(grants).start()
+            path, container = site.credential(identity, role), spec.storage.weights.container
+            out.append(Grant(path, url, key, right, ttl_s, container))
+    return out
+
+
+def prepare(graph: Graph, site: Site) -> SasIssuer:
+    """Write a SAS file for every identity; renewed until closed."""
+    return SasIssuer(grants(graph, site)).start()
 
 
 def account(graph: Graph, site: Site, role: str, identity: str) -> AccountConfig:

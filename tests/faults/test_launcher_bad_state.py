@@ -309,6 +309,10 @@ def test_logs_prints_as_many_lines_as_asked_for(tmp_path: Path, capsys: pytest.C
         assert main(["logs", "--state", str(tmp_path), "--lines", str(lines), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"decode-0": shown}
     assert verb(capsys, "logs", "--state", str(tmp_path), "--lines", "-5")["code"] == "CLI-ARGUMENT"
+    (tmp_path / "runs" / "dry-run-mock" / "logs").mkdir(
+        parents=True
+    )  # processes that were started by hand log elsewhere
+    assert verb(capsys, "logs", "nope", "--state", str(tmp_path))["code"] == "LAUNCH-NO-LOG"
 
 
 @pytest.mark.parametrize("smoke", [(), ("--smoke", "hello")])

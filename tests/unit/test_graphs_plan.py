@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from graphs.cli.serve import as_shell
+from graphs.cli.main import main
 from graphs.compile import compile_plan
+from graphs.launch.byhand import as_shell
 from graphs.load import read_graph
 from graphs.plan import Plan
 from graphs.plandiff import diff, normal
@@ -101,3 +103,32 @@ def test_dry_run_prints_every_argument_and_variable() -> None:
         assert all(f"{k}={v}" in text.replace("'", "") for k, v in x.env.items())
         assert " ".join(x.argv) in text
     assert "env -i " in text
+
+
+def test_a_dry_run_writes_what_its_commands_read_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run by hand, the printed commands ended with STORAGE-CREDENTIAL-UNREADABLE: nobody had made keys and credentials."""
+    for options in ([], ["--json"]):
+        assert main(["serve", str(ROOT / "graphs" / "mock.yaml"), "--state", str(tmp_path), "--dry-run", *options]) == 0
+        text = capsys.readouterr().out
+        made = Plan.model_validate_json(text) if options else made_by(text)
+        secrets = {Path(s) for p in made.processes for s in p.secrets}
+        assert secrets and all(s.stat().st_mode & 0o777 == 0o600 for s in secrets)
+        assert {s.parent.stat().st_mode & 0o777 for s in secrets} == {0o700}
+        assert not [s for s in secrets if s.read_text().strip() in text], "a secret was printed"
+        config = next(p for p in made.processes if p.component == "weights").config
+        assert config is not None and config["weights"]["trust"]["require"] == "approval", "as `serve` would"
+        assert not (tmp_path / "azurite").exists(), "nothing was started"
+
+
+def made_by(script: str) -> Plan:
+    """The plan whose processes a script starts: valid shell, and what it needs before the weight service stands there."""
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    order = [
+        script.index(x)
+        for x in ("components.common.storage.azurite", "-m graphs.launch.byhand", "-m components.weights")
+    ]
+    assert order == sorted(order) and "kill $(jobs -p)" in script and "mode 0600" in script
+    state = Path(script.split("exec 9>>")[1].split("/azurite.lock")[0])
+    return plan("mock", site=Site(run=state / "runs" / "dry-run-mock", state=state, release=SITE.release))

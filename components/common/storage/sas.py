@@ -64,7 +64,7 @@ def new_account_key() -> str:
 
 def write_secret(path: Path, text: str) -> None:
     """Write `text` to `path` with mode 0600, atomically: readers see the old or the new content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
