@@ -14,11 +14,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from components.common.errors import DynamoBlobError
 
-MAX_BYTES, MAX_NODES, MAX_DEPTH = 1 << 20, 20_000, 32
+MAX_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS = 1 << 20, 20_000, 32, 80
 KeyPath = tuple[str | int, ...]
 
 
@@ -93,11 +94,26 @@ def parse(text: str, name: str) -> Document:
         raise _fault(where, str(e.problem or e.context)) from None
     except YAMLError as e:  # the reader's errors (control characters) carry no mark of the same shape
         raise _fault(name, str(e).splitlines()[0]) from None
-    except (ValueError, RecursionError, IndexError, KeyError, TypeError, AttributeError, AssertionError) as e:
+    except RecursionError:
+        raise _fault(_too_deep(text, name), f"more than {MAX_DEPTH} levels", "nest less deeply") from None
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError) as e:
         raise _fault(name, f"{type(e).__name__}: {e}") from None  # the parser's own failures on broken input
     marks: dict[KeyPath, tuple[int, int]] = {}
     data = None if node is None else _build(node, (), name, marks, iter(range(MAX_NODES)), set())
     return Document(name, data, text, marks)
+
+
+def _too_deep(text: str, name: str) -> str:
+    """Where the nesting goes beyond MAX_DEPTH. Events come one by one; only composing recurses."""
+    depth = 0
+    try:
+        for event in YAML(typ="safe", pure=True).parse(text):
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                return f"{name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+    except (YAMLError, ValueError, RecursionError):
+        pass
+    return name
 
 
 def _fault(where: str, why: str, do: str = "correct the YAML at this place") -> DynamoBlobError:
@@ -146,6 +162,8 @@ def _scalar(node: ScalarNode, where: str) -> Any:
                 return None
             case "bool":
                 return text.lower() == "true"
+            case "int" if len(text) > MAX_DIGITS:
+                raise _fault(where, f"a number of {len(text)} characters", "no setting takes a number that large")
             case "int":
                 return (
                     int(text.replace("_", ""), 0)

@@ -18,10 +18,17 @@ from graphs.spec import GraphSpec
 M = TypeVar("M", bound=BaseModel)
 
 SECRETS = (
-    ("an account key", re.compile(r"AccountKey\s*=|(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])")),
+    (
+        "an account key",
+        re.compile(
+            r"(?i:Account|SharedAccess)Key\s*=|(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"
+            # without its padding only where it looks random: a path may be as long
+            r"|(?<![A-Za-z0-9+/])(?=[a-z0-9+/]*[A-Z])(?=[A-Z0-9+/]*[a-z])(?=[A-Za-z+/]*[0-9])[A-Za-z0-9+/]{86}(?![A-Za-z0-9+/=])"
+        ),
+    ),
     (
         "a shared access signature",
-        re.compile(r"SharedAccessSignature\s*=|[?&]sig=[A-Za-z0-9%+/]{16,}|\bsv=\d{4}-\d\d-\d\d&"),
+        re.compile(r"SharedAccessSignature\s*=|\bsig=[A-Za-z0-9%+/]{16,}|\bsv=\d{4}-\d\d-\d\d&"),
     ),
     ("a private key", re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")),
     (
@@ -36,6 +43,11 @@ _SECRET_NAMES = re.compile(
     r"(?i)(account_?key|password|passwd|secret|client_secret|api_?key|access_?token|connection_?string|\bsas)$"
 )
 _SECRET_NAMES_ALLOWED = {"sas_file"}
+_SECRET_VARIABLES = re.compile(
+    r"(?i)(^|_)(token|pass|passwd|password|passphrase|pwd|secret|credentials?|sas|(?<!public_)(?<!cache_)(?<!sort_)(?<!partition_)key)(_?\d+)?$"
+)
+"""Names of environment variables that hold secrets: HF_TOKEN, DB_PASS, DB_PASSWORD_1, OPENAI_KEY."""
+_NO_SECRET = re.compile(r"(?i)^(/.*|\d{1,4}|true|false|yes|no|on|off|none|auto)$")
 
 
 @dataclass(frozen=True)
@@ -188,9 +200,9 @@ def find_secrets(document: Document) -> list[Finding]:
         if not isinstance(value, str) or not value or where.rsplit(":", 1)[0] in lines:
             continue
         key = str(path[-1]) if path else ""
-        if any(p.search(value) for _, p in SECRETS) or (
-            _SECRET_NAMES.search(key) and key not in _SECRET_NAMES_ALLOWED and not value.startswith("/")
-        ):
+        variable = len(path) > 1 and path[-2] == "env" and _SECRET_VARIABLES.search(key) and not _NO_SECRET.match(value)
+        named = _SECRET_NAMES.search(key) and key not in _SECRET_NAMES_ALLOWED and not value.startswith("/")
+        if named or variable or any(p.search(value) for _, p in SECRETS):
             masked = where.split("=", 1)[0] + "=***" if where.startswith("--set") else where
             out.append(Finding("GRAPH-SECRET", f"a secret stands at '{'.'.join(map(str, path))}'", masked, "", do))
     return out

@@ -18,6 +18,9 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?$")
 _UNIT = {None: 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
+MOST_BYTES = 2**60
+
+
 def parse_size(value: object) -> object:
     """Bytes from ``2GiB``, ``512 MB`` or an integer; other types are left to pydantic's refusal."""
     if not isinstance(value, str):
@@ -25,11 +28,14 @@ def parse_size(value: object) -> object:
     found = _SIZE.match(value.strip())
     if not found:
         raise ValueError(f"'{value}' is not a size; write 512MiB, 2GiB or a number of bytes")
-    return int(float(found[1]) * _UNIT[found[2]])
+    size = float(found[1]) * _UNIT[found[2]]
+    if size > MOST_BYTES:
+        raise ValueError("more than 1 EiB; no machine has that")
+    return int(size)
 
 
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0), WithJsonSchema(_SIZE_SCHEMA)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_BYTES), WithJsonSchema(_SIZE_SCHEMA)]
 _CIDR = r"^(\d{1,3}(\.\d{1,3}){3}/\d{1,2}|[0-9a-fA-F:]+/\d{1,3})?$"
 
 
@@ -59,7 +65,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")]
 
 
 class Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSpec(Spec):
@@ -72,7 +78,11 @@ class ModelSpec(Spec):
         description="version; empty = what `channel` points to when the graph starts",
     )
     channel: Literal["current", "previous"] = Field("current", description="used when no version is given")
-    served_as: str = Field("", max_length=128, description="name clients use; empty = `name`")
+    served_as: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127})?$",
+        description="name clients use; empty = `name`",
+    )
     manifest_digest: str = Field(
         "", pattern=r"^([0-9a-f]{64})?$", description="blake3 of the manifest; when given nothing else is served"
     )
@@ -128,7 +138,7 @@ class EngineSpec(Spec):
         "dynamo_blob", description="others do not verify: they need allow_unverified"
     )
     allow_unverified: bool = Field(False, description="accept a loader that does not verify; `status` shows it")
-    mock_token_ms: float = Field(0.0, ge=0, description="mock only: milliseconds per token")
+    mock_token_ms: float = Field(0.0, ge=0, le=60_000, description="mock only: milliseconds per token")
 
 
 class KvSpec(Spec):
@@ -160,7 +170,7 @@ class RuntimeSpec(Spec):
         3, ge=0, le=16, description="times a request may move to another worker when its worker dies"
     )
     hash_seed: str = Field("0", description="PYTHONHASHSEED of every worker: equal seeds, equal block hashes")
-    log: str = Field("warn", description="DYN_LOG of every Dynamo process")
+    log: str = Field("warn", pattern=r"^[A-Za-z0-9_=,:./-]{0,500}$", description="DYN_LOG of every Dynamo process")
 
 
 class NetworkSpec(Spec):

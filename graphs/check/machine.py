@@ -168,6 +168,29 @@ def replicas(c: Context) -> Iterator[Finding]:
             )
 
 
+def unused(c: Context) -> Iterator[Finding]:
+    """What was written and will not be there."""
+    router = c.spec.components.router
+    if router is not None and router.replicas == 0:
+        yield Finding(
+            "CHECK-POOL-EMPTY",
+            "router has no replica",
+            c.graph.place("components", "router", "replicas"),
+            "requests go without a hint, as if the graph had no router",
+            "give it one, or leave `router` out",
+            "warning",
+        )
+    for worker in c.workers:
+        if worker.spec.gpus and c.spec.engine.kind == "mock":
+            yield Finding(
+                "CHECK-GPUS",
+                f"{worker.role} of a fake engine is given {worker.spec.gpus} GPUs",
+                c.graph.place("components", worker.role, "gpus"),
+                "engine.kind: mock computes nothing; the GPUs would stand idle",
+                "leave gpus out",
+            )
+
+
 def on_one_node(c: Context) -> list[Process]:
     """What one machine must hold at least: everything locally; in a cluster the largest worker beside a weight service."""
     every = list(c.plan.processes)
@@ -258,4 +281,4 @@ def cluster(c: Context) -> Iterator[Finding]:
         )
 
 
-RULES = (environment, ports, exposure, planes, drains, replicas, memory, cluster)
+RULES = (environment, ports, exposure, planes, drains, replicas, unused, memory, cluster)

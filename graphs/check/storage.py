@@ -5,9 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from components.common.errors import nearest
 from graphs.check.base import Context
+from graphs.launch.samples import SAMPLES
 from graphs.load import Finding
 from graphs.spec import TrustSpec
 
@@ -172,6 +175,25 @@ def release(c: Context) -> Iterator[Finding]:
             "`serve` publishes to the embedded store only",
             "publish with `dynamo publish`, then remove source",
         )
+    if m.source.startswith("sample:") and (name := m.source.removeprefix("sample:")) not in SAMPLES:
+        yield Finding(
+            "RELEASE-SOURCE",
+            f"there is no sample model '{name}'",
+            c.graph.place("model", "source"),
+            nearest(name, SAMPLES),
+            "name one of them, or a directory",
+        )
+    elif m.source and not m.source.startswith("sample:") and c.spec.storage.embedded == "azurite":
+        directory = (Path(c.graph.document.name).parent / m.source).resolve()
+        if not (directory / "config.json").is_file():
+            yield Finding(
+                "RELEASE-SOURCE",
+                "the model directory holds no model",
+                c.graph.place("model", "source"),
+                f"no config.json in {directory}; a store that lacks the release could not get it",
+                "give a directory with config.json, tokenizer and safetensors, or sample:NAME",
+                "warning",  # the store may hold the release already
+            )
     if m.source and not m.version:
         yield Finding(
             "CHECK-RELEASE-VERSION",

@@ -26,6 +26,7 @@ components:
   prefill: {replicas: 1}
   decode: {replicas: 1}
 """
+GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
 D64 = "0123456789abcdef" * 4
 FAKE_KEY = "A" * 86 + "=="
 CLUSTER = "cluster: {images: {default: 'r.example/x@sha256:" + D64 + "'}}\n"
@@ -123,6 +124,26 @@ CASES = [
     Case("image by tag", "CHECK-IMAGE-UNPINNED", "", "cluster: {images: {prefill: 'r.example/worker:v1'}}\n", "worker:v1"),
     Case("cluster without accounts", "CHECK-CLUSTER-STORAGE", "", CLUSTER, "storage:"),
     Case("release by name in a cluster", "CHECK-RELEASE-UNPINNED", "", CLUSTER, "model:"),
+    Case("SAS that begins with sig", "GRAPH-SECRET", "router: {}", 'router: {env: {X: "sig=abcdefghijklmnopqrstuvwxyz%3D&sp=r"}}', "sig="),
+    Case("service bus key", "GRAPH-SECRET", "router: {}", 'router: {env: {X: "SharedAccessKey=abcd;Endpoint=sb://x"}}', "SharedAccessKey"),
+    Case("account key without padding", "GRAPH-SECRET", "engine:", "# " + "aB3/" * 21 + "aB\nengine:", "# aB3"),
+    *(
+        Case(f"literal {name}", "GRAPH-SECRET", "router: {}", f"router: {{env: {{{name}: abc-def}}}}", name, f"components.router.env.{name}")
+        for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASS", "DB_PASSWORD_1", "OPENAI_KEY", "MY_SECRET_KEY", "NGC_APIKEY")
+    ),
+    Case("huge number", "GRAPH-YAML", "decode: {replicas: 1}", "decode: {replicas: 0x" + "f" * 5000 + "}", "0xfff", "5002 characters"),
+    Case("huge number in env", "GRAPH-YAML", "router: {}", "router: {env: {X: 0x" + "f" * 5000 + "}}", "0xfff", "5002 characters"),
+    Case("huge memory", "GRAPH-WRONG-VALUE", "decode: {replicas: 1}", "decode: {memory: 999999999999999999999999T}", "999T", "1 EiB"),
+    Case("infinite memory", "GRAPH-WRONG-VALUE", "decode: {replicas: 1}", "decode: {memory: " + "9" * 400 + ".0G}", "999", "1 EiB"),
+    Case("whole number of memory", "GRAPH-WRONG-VALUE", "decode: {replicas: 1}", "decode: {memory: 0x" + "f" * 20 + "}", "0xfff"),
+    Case("infinite time", "GRAPH-WRONG-VALUE", "engine:\n", "engine:\n  mock_token_ms: .inf\n", ".inf", "finite"),
+    Case("infinite drain", "GRAPH-WRONG-VALUE", "decode: {replicas: 1}", "decode: {cpus: .inf}", ".inf", "finite"),
+    Case("served name", "GRAPH-WRONG-VALUE", "model: {", 'model: {served_as: "mo ck\\n\\u202e", ', "served_as", "served_as"),
+    Case("log level", "GRAPH-WRONG-VALUE", "engine:\n", 'runtime: {log: "warn\\nx"}\nengine:\n', "log:", "runtime.log"),
+    Case("sample unknown", "RELEASE-SOURCE", "sample:smollm2", "sample:smolm2", "sample:", "did you mean 'smollm2-135m-instruct'"),
+    Case("source not there", "RELEASE-SOURCE", "sample:smollm2-135m-instruct", "/nonexistent", "/nonexistent", "config.json"),
+    Case("no router replica", "CHECK-POOL-EMPTY", "router: {}", "router: {replicas: 0}", "replicas: 0", "without a hint"),
+    Case("nested for ever", "GRAPH-YAML", "router: {}", "router: " + "{a: " * 2000 + "}" * 2000, "{a: ", "levels"),
     Case("fake engine in a cluster", "CHECK-MOCK-CLUSTER", "  profile: smollm2-135m-cpu", "  kind: mock\n  profile: smollm2-135m-cpu\n" + CLUSTER.rstrip(), "kind: mock"),
 ]  # fmt: skip
 
@@ -154,6 +175,38 @@ def test_a_broken_graph_is_named_by_code_line_and_cause(case: Case, tmp_path: Pa
     assert case.says in words
     if not case.code.startswith("GRAPH-"):
         assert all(f.why and f.do for f in found), "a finding says why it would fail and how to fix it"
+
+
+def test_gpus_of_a_fake_engine() -> None:
+    found = check_graph(GRAPHS / "mock.yaml", ["components.decode.gpus=8"])
+    assert [(f.code, f.severity) for f in found] == [("CHECK-GPUS", "error")]
+
+
+@pytest.mark.parametrize("item", ["components.decode.drain_s", "engine.mock_token_ms", "components.router.env.X"])
+def test_a_huge_number_of_the_command_line_is_refused_there(item: str) -> None:
+    found = check_graph(GRAPHS / "mock.yaml", [f"{item}=0x" + "f" * 5000])
+    assert [f.code for f in found] == ["GRAPH-YAML"] and found[0].where.startswith(f"--set {item}=")
+
+
+ORDINARY = (
+    'TOKENIZERS_PARALLELISM: "false"', 'HF_HUB_DISABLE_IMPLICIT_TOKEN: "1"', "DB_PASSWORD_FILE: /run/secrets/db", "HF_TOKEN: /run/secrets/hf",
+    "SECRET_NAME: vault", "AWS_ACCESS_KEY_ID_FILE: x", "PUBLIC_KEY: abcd", "CACHE_KEY: prefix", "BYPASS: everything", "COMPASS: north", "MONKEY: see",
+    'MAX_TOKENS: "4096"', "X: design=abcdefghijklmnopqrstuvwxyz", "X: " + "a1/b" * 21 + "ab", "X: " + "0123456789abcdef" * 6, "X: SharedAccessKeys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ORDINARY)
+def test_ordinary_values_are_no_secrets(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(SOUND.replace("router: {}", f"router:\n    env:\n      {line}"))
+    assert check_graph(path) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*GRAPHS.glob("*.yaml"), *(GRAPHS / "aks").glob("*.yaml")]), ids=lambda p: p.stem
+)
+def test_shipped_graphs_hold_no_secret(path: Path) -> None:
+    assert [f for f in check_graph(path) if f.code == "GRAPH-SECRET"] == []
 
 
 def test_a_finding_never_repeats_the_secret(tmp_path: Path) -> None:
