@@ -63,6 +63,7 @@ class Driver:
         sweep(5.0)
         if self._lock is not None:
             self._lock.close()
+        assert b"BufferError" not in self.log.read_bytes(), f"an engine ended with views of DRAM left: {self.log}"
 
     def _read(self) -> None:
         for line in self.process.stdout:
