@@ -266,6 +266,8 @@ class MockEngine(LLMEngine):
         room = self.config.engine.max_model_len - len(tokens)
         most = min(stop.get("max_tokens") or DEFAULT_ANSWER, room)
         choices = max(1, (request.get("sampling_options") or {}).get("n") or 1)
+        if self.mode == DisaggregationMode.PREFILL:
+            choices = 1  # one prompt is one handover, however many answers decode makes of it
         logprobs = (request.get("output_options") or {}).get("logprobs")
         ends: list[dict[str, Any]] = []
         for i, token in enumerate(answer_ids(self.words, len(tokens), most)):

@@ -120,3 +120,13 @@ async def test_the_mock_ends_every_answer_only_when_all_are_whole(n: int) -> Non
     assert [c["index"] for c in chunks[first_end:]] == list(range(n))
     assert {c["finish_reason"] for c in chunks[first_end:]} == {"length"}
     assert {c["completion_usage"]["completion_tokens"] for c in chunks[first_end:]} == {5 * n}
+
+
+async def test_the_mock_hands_one_prompt_over_once() -> None:
+    """However many answers decode makes of it: Dynamo takes the handover from the first chunk."""
+    engine = MockEngine(WorkerConfig.model_validate({**MOCK, "role": "prefill"}), model_path="unused")
+    engine.words = list(range(1000))
+    request = {"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 5}, "sampling_options": {"n": 3}}
+    context = SimpleNamespace(metadata={}, is_stopped=lambda: False)
+    chunks = [c async for c in engine.generate(request, context)]
+    assert [c["index"] for c in chunks] == [0] and "disaggregated_params" in chunks[0]
