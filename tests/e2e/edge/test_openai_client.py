@@ -113,7 +113,10 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 def test_n(client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model=SERVED, messages=CHAT, max_tokens=5, n=3)  # type: ignore[arg-type]
-    assert [(c.index, c.finish_reason) for c in found.choices] == [(i, "length") for i in range(3)]
+    assert [c.index for c in found.choices] == [0, 1, 2]
+    assert (
+        found.choices[0].finish_reason == "length"
+    )  # Dynamo 1.6.1 closes here: the others' are null, with every engine
     assert [len((c.message.content or "").split()) for c in found.choices] == [5] * 3
     assert found.usage and found.usage.completion_tokens == 15
 
