@@ -25,6 +25,7 @@ if (path) {
       if (done) return;
       done = true;
       const url = new URL(request.url, 'http://x');
+      if (url.pathname === '/') return; // the launcher asks whether we live: no account, no blob
       const header = response._header ? Buffer.byteLength(response._header, 'latin1') : 0;
       const length = Number(response.getHeader('content-length') ?? -1);
       const body = request.method === 'HEAD' ? 0 : Math.max(0, socket.bytesWritten - before - header);

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -39,6 +42,9 @@ def test_no_key_in_argv_and_none_in_the_log(registry: Registry) -> None:
 
 def test_access_log_counts_body_bytes(registry: Registry) -> None:
     c = registry.layout.container
+    root = urlsplit(registry.store.config.url("weights"))
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(f"{root.scheme}://{root.netloc}/")  # as the launcher's probe does, every 2 s
     registry.publisher.create(c, "three-mb", os.urandom(3_000_000))
     registry.serving.get(c, "three-mb", 1_000_000, 500_000)
     registry.serving.get(c, "three-mb")
@@ -46,6 +52,7 @@ def test_access_log_counts_body_bytes(registry: Registry) -> None:
     rows = [r for r in log_records(registry.store.log) if r["path"].endswith(f"{c}/three-mb") and r["method"] == "GET"]
     assert [r["body"] for r in rows] == [500_000, 3_000_000]
     assert rows[0]["range"] == "bytes=1000000-1499999"
+    assert not [r for r in log_records(registry.store.log) if r["path"] == "/"], "probes are no use of the store"
 
 
 def test_access_log_counts_a_cut_answer(registry: Registry) -> None:
