@@ -66,6 +66,8 @@ def _copy_along(node: dict[Any, Any], keys: list[str], value: Any, origin: str) 
             "GRAPH-SET-INVALID", f"'{head}' is not a mapping", where=origin, why=f"it holds {below!r}",
             do="set the key itself, or a key of a mapping",
         )  # fmt: skip
+    if not rest and value is None and head in node:  # --set a.b=null: as if the line were not there
+        return {k: v for k, v in node.items() if k != head}
     return {**node, head: _copy_along(below or {}, rest, value, origin) if rest else value}
 
 

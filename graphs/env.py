@@ -76,6 +76,8 @@ class Environment:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port),
             "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM sets it too, but only when NIXL was not imported earlier
         }
+        if own := self.site.engine_sockets():
+            out["VLLM_RPC_BASE_PATH"] = own  # a killed engine leaves its sockets where the run's other ones are removed
         if host == LOOPBACK:
             out["UCX_NET_DEVICES"] = "lo"
         if platform == "cpu":

@@ -101,7 +101,7 @@ def examine(path: Path | str, sets: list[str] | tuple[str, ...] = ()) -> tuple[G
                 "GRAPH-SET-INVALID", f"'{item}' has no '='", where=f"--set {item}", do="write --set key.path=value"
             )
         document = document.with_value(key.strip(), value)
-    secrets = find_secrets(document)
+    secrets = find_secrets(document) + find_empty(document)
     if not isinstance(document.data, dict):
         return None, [
             Finding(
@@ -175,6 +175,22 @@ def type_name(value: object) -> str:
 def _short(value: object) -> str:
     text = "" if value is None or isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def find_empty(document: Document) -> list[Finding]:
+    """`router:` with nothing behind it is a slip for `router: {}`; to YAML it would mean "no router"."""
+    components = document.data.get("components") if isinstance(document.data, dict) else None
+    return [
+        Finding(
+            "GRAPH-WRONG-VALUE",
+            f"nothing stands behind 'components.{name}'",
+            document.place(("components", name)),
+            "it could mean its defaults or that there is none",
+            "write {} for its defaults, or leave the line out",
+        )
+        for name, value in (components.items() if isinstance(components, dict) else ())
+        if value is None and name in ("router", "prefill", "decode", "aggregated")  # the others refuse it by type
+    ]
 
 
 def find_secrets(document: Document) -> list[Finding]:

@@ -98,6 +98,10 @@ class Site:
             credential = CredentialConfig(kind="sas_file", path=str(self.credential(identity, role)))
         return AccountConfig(url=self.account_url(spec, role), credential=credential)
 
+    def engine_sockets(self) -> str:
+        """Directory for sockets that an engine makes for itself; empty = the process's own temporary directory."""
+        return str(self.sockets)
+
     def unix(self, name: str) -> str:
         return f"unix:{self.sockets / name}"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from components.common.errors import DynamoBlobError
 
 SOCKET_PATH_MOST = 107
-LONGEST_NAME = 24  # "aggregated-7.kv.relay" and some room
+LONGEST_NAME = 40  # vLLM's are 36 characters
 
 
 def socket_directory(run: Path) -> Path:

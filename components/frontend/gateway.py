@@ -33,7 +33,7 @@ from components.frontend.prompt import LONG_TEXT, Renderer
 from components.frontend.pulse import Pulse
 from components.frontend.relay import Outgoing, Relay
 from components.frontend.reply import ClientStalled
-from components.frontend.tenants import Caller, Tenants
+from components.frontend.tenants import CHECK_S, Caller, Tenants
 from components.frontend.upstream import Upstreams
 
 log = logging.getLogger("gateway")
@@ -67,6 +67,7 @@ class Gateway:
         self.tenants = Tenants(config.tenants_file if config.auth == "keys" else None, beside=self.threads.submit)
         self.renderer: Renderer | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._tenants_watch: asyncio.Task[None] | None = None
         self.upstreams = Upstreams(config)
         self.pulse = Pulse(self.upstreams, config.frozen_after_s)
         self.asker = asker(config.router, config.router_deadline_ms / 1e3)
@@ -85,6 +86,12 @@ class Gateway:
         self.heard = Heard(self.config.announce, self.config.name)
         self._reading = asyncio.create_task(self._read_model())
         self.pulse.start()
+        self._tenants_watch = asyncio.create_task(self._watch_tenants())
+
+    async def _watch_tenants(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S / 2)
+            self.tenants.refresh()
 
     async def _read_model(self) -> None:
         """A worker writes the release's small files when it starts; until they are there the gateway is not healthy."""
@@ -104,6 +111,8 @@ class Gateway:
 
     async def close(self) -> None:
         self.pulse.stop()
+        if self._tenants_watch:
+            self._tenants_watch.cancel()
         if self._reading:
             self._reading.cancel()
         if self.heard:
@@ -330,6 +339,8 @@ class Gateway:
         verdict = await self.health.look()
         if self.renderer is None:
             verdict = Verdict(False, f"the model's files are not in {self.config.model_path} yet")
+        if verdict.ok and self.tenants.path and not self.tenants.usable:
+            verdict = Verdict(False, "no tenant can be served: none of their salt keys can be read (the log says why)")
         ok = verdict.ok and not self.draining
         why = "draining" if self.draining else verdict.why
         return _json({"status": "healthy" if ok else "unhealthy", "why": why, **self.status()}, 200 if ok else 503)

@@ -45,6 +45,8 @@ class Tenants:
         self.path, self.clock, self._beside = path, clock, beside
         self._loading = False
         self.file: TenantsFile | None = None
+        self.usable = 0
+        """Tenants whose salt key could be read."""
         self.reloads, self.reload_errors = 0, 0
         self._stamp: object = None
         self._looked = 0.0
@@ -56,7 +58,8 @@ class Tenants:
             self._looked = clock()
 
     def refresh(self) -> None:
-        """Look at the file when the last look is old; cheap, for every request."""
+        """Look at the file when the last look is old; cheap. The gateway also asks by a timer: a revoked key must not have
+        one more request, however long nobody called."""
         if self.path is None or self._loading or self.clock() - self._looked < CHECK_S:
             return
         self._looked = self.clock()
@@ -151,11 +154,14 @@ class Tenants:
                 "GATEWAY-NO-TENANTS", "the tenants file names no tenant: nobody could call", where=self.path,
                 do="add tenants; configs/tenants holds examples",
             )  # fmt: skip
+        usable = 0
         for name in file.tenants:
             try:
                 file.salt_key(name)
+                usable += 1
             except DynamoBlobError as e:
                 log.error("tenant %s cannot be served: %s", name, e)
+        self.usable = usable
         seen = stamp(self.path, file)
         self.file = file
         self._salts = {}

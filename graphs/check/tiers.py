@@ -148,6 +148,13 @@ def tenants(c: Context) -> Iterator[Finding]:
     except DynamoBlobError as e:
         yield Finding("CHECK-TENANTS-FILE", e.what, where, e.why, e.do or "correct the file")
         return
+    for name in file.tenants if not c.for_cluster else ():  # a cluster mounts them
+        try:
+            file.salt_key(name)
+        except DynamoBlobError as e:
+            yield Finding(
+                "CHECK-SALT-KEY", f"tenant '{name}' has no usable salt key", e.where, f"{e.why}; each of its requests would get 503", e.do
+            )  # fmt: skip
     for name, cls in file.classes.items():
         if cls.container == c.spec.storage.weights.container and c.spec.storage.kv.url == c.spec.storage.weights.url:
             yield Finding(

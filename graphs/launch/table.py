@@ -18,7 +18,7 @@ COLOUR = {
 def table(snapshot: dict[str, Any]) -> Table:
     out = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("component", "state", "ready after", "pid", "ports", "restarts", "why / progress"):
-        out.add_column(column, overflow="fold")
+        out.add_column(column, overflow="fold", no_wrap=column in ("component", "state"))
     for row in snapshot["processes"]:
         ready = f"{row['ready_after_s']:.1f} s" if row["ready_after_s"] is not None else ""
         ports = " ".join(str(p) for p in row["ports"].values())

@@ -41,6 +41,9 @@ class ClusterSite(Site):
     kind: str = "aks"
     cluster: ClusterSpec = dataclasses.field(default_factory=ClusterSpec)
 
+    def engine_sockets(self) -> str:
+        return ""  # a pod's own
+
     def port(self, spec: GraphSpec, component: str, replica: int = 0) -> int:
         return NIXL_PORT if component.startswith("nixl-") else PORTS[component]
 

@@ -32,7 +32,10 @@ class Driver:
 
     def __init__(self, work: Path, env: dict[str, str] | None = None) -> None:
         self.log = work / "driver.log"
-        self._env = {**os.environ, **(env or {}), "PYTHONPATH": str(ROOT)}
+        self._sockets = tempfile.TemporaryDirectory(prefix="db-zmq-")
+        self._env = {
+            **os.environ, **(env or {}), "PYTHONPATH": str(ROOT), "VLLM_RPC_BASE_PATH": self._sockets.name,
+        }  # fmt: skip
         self._n = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
         self._lock = None
@@ -61,6 +64,7 @@ class Driver:
             self.process.kill()
             self.process.wait()
         sweep(5.0)
+        self._sockets.cleanup()
         if self._lock is not None:
             self._lock.close()
         assert b"BufferError" not in self.log.read_bytes(), f"an engine ended with views of DRAM left: {self.log}"

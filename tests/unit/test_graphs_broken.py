@@ -142,6 +142,7 @@ CASES = [
     Case("log level", "GRAPH-WRONG-VALUE", "engine:\n", 'runtime: {log: "warn\\nx"}\nengine:\n', "log:", "runtime.log"),
     Case("sample unknown", "RELEASE-SOURCE", "sample:smollm2", "sample:smolm2", "sample:", "did you mean 'smollm2-135m-instruct'"),
     Case("source not there", "RELEASE-SOURCE", "sample:smollm2-135m-instruct", "/nonexistent", "/nonexistent", "config.json"),
+    Case("router without a value", "GRAPH-WRONG-VALUE", "router: {}", "router:", "router:", "leave the line out"),
     Case("no router replica", "CHECK-POOL-EMPTY", "router: {}", "router: {replicas: 0}", "replicas: 0", "without a hint"),
     Case("nested for ever", "GRAPH-YAML", "router: {}", "router: " + "{a: " * 2000 + "}" * 2000, "{a: ", "levels"),
     Case("fake engine in a cluster", "CHECK-MOCK-CLUSTER", "  profile: smollm2-135m-cpu", "  kind: mock\n  profile: smollm2-135m-cpu\n" + CLUSTER.rstrip(), "kind: mock"),
@@ -175,6 +176,23 @@ def test_a_broken_graph_is_named_by_code_line_and_cause(case: Case, tmp_path: Pa
     assert case.says in words
     if not case.code.startswith("GRAPH-"):
         assert all(f.why and f.do for f in found), "a finding says why it would fail and how to fix it"
+
+
+def test_a_section_can_be_left_out_by_set(tmp_path: Path) -> None:
+    assert check_graph(GRAPHS / "mock.yaml", ["components.router=null"]) == check_graph(GRAPHS / "mock.yaml")
+    assert [f.code for f in check_graph(GRAPHS / "mock.yaml", ["components.routr=null"])] == ["GRAPH-UNKNOWN-KEY"]
+
+
+def test_salt_keys_that_cannot_be_used(tmp_path: Path) -> None:
+    digest = "0" * 63
+    (tmp_path / "short.salt").write_text("short")
+    (tmp_path / "tenants.yaml").write_text(
+        f"tenants: {{a: {{keys: ['{digest}1'], salt_key_file: none.salt}}, b: {{keys: ['{digest}2'], salt_key_file: short.salt}}}}\n"
+        "classes: {s: {ttl_s: 60, max_ttl_s: 60, bytes: 1GiB}}\ndefault_class: s\n"
+    )
+    sets = ["components.frontend.auth=keys", f"components.frontend.tenants_file={tmp_path}/tenants.yaml"]
+    found = [f for f in check_graph(GRAPHS / "mock.yaml", sets) if f.code == "CHECK-SALT-KEY"]
+    assert [Path(f.where).name for f in found] == ["none.salt", "short.salt"] and all("503" in f.why for f in found)
 
 
 def test_gpus_of_a_fake_engine() -> None:

@@ -241,3 +241,38 @@ def test_a_salt_key_that_others_can_read_is_noticed_while_serving(tmp_path: Path
     with pytest.raises(Exception, match="salt key is not usable"):
         tenants.salt(tenants.caller(bearer("acme")), "")
     assert KEYS
+
+
+def revoke(path: Path, tenant: str) -> None:
+    raw_ = yaml.safe_load(path.read_text())
+    del raw_["tenants"][tenant]
+    path.write_text(yaml.safe_dump(raw_))
+
+
+async def test_a_revoked_key_has_no_more_request_however_long_nobody_called(tmp_path: Path) -> None:
+    config = keyed(tmp_path)
+    async with Stage(tmp_path, **config) as s:
+        revoke(Path(config["tenants_file"]), "acme")
+        for _ in range(100):  # nobody calls meanwhile
+            await asyncio.sleep(0.1)
+            if s.gateway.tenants.reloads:
+                break
+        assert (await s.chat(headers=bearer("acme")))[0] == 401
+        assert (await s.chat(headers=bearer("clinic")))[0] == 200
+
+
+async def test_health_is_false_when_no_tenant_can_be_served(tmp_path: Path) -> None:
+    config = keyed(tmp_path)
+    for name in KEYS:
+        (tmp_path / f"{name}.salt").chmod(0o644)
+    async with Stage(tmp_path, **config) as s:
+        async with s.client.get("/health") as r:
+            assert r.status == 503 and "no tenant can be served" in (await r.json())["why"]
+        (tmp_path / "acme.salt").chmod(0o600)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            async with s.client.get("/health") as r:
+                if r.status == 200:
+                    break
+        else:
+            pytest.fail("it stays false")
