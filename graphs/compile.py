@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from components.common.engine.config import EngineArgs, KvConfig, WorkerConfig
+from components.common.engine.config import KvConfig, WorkerConfig
 from components.common.errors import DynamoBlobError
 from components.common.loading.config import ReleaseConfig, TrustConfig, WeightsConfig
 from components.common.messages.weights import HANDOVER_SUFFIX
@@ -16,52 +15,15 @@ from graphs import env as environment
 from graphs.launch.broker import BrokerConfig
 from graphs.load import Graph
 from graphs.plan import Link, Plan, Port, Probe, Process, StorageUse, Volume
-from graphs.profiles import EngineProfile, engine_args, merged_kv, read_engine_profile, read_kv_profile
+from graphs.pools import Worker, host_tier_bytes, size_or_as_it_is, workers_of
 from graphs.site import EMBEDDED_ACCOUNTS, LOOPBACK, Site
-from graphs.spec import ComponentSpec, KvSpec, WorkerSpec, parse_size
+from graphs.spec import ComponentSpec
 from graphs.sweeping import sweeper
 from router.config import RouterConfig
 
 MODULE = {"prefill": "components.prefill", "decode": "components.decode", "aggregated": "components.decode"}
 DYNAMO_COMPONENT = {"prefill": "prefill", "decode": "backend", "aggregated": "backend"}
-ROLES = ("prefill", "decode", "aggregated")
 INOTIFY_FRONTEND, INOTIFY_ROUTER = 18, 17  # instances taken with file discovery
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One pool of workers with everything that was merged for it."""
-
-    role: str
-    spec: WorkerSpec
-    profile: EngineProfile
-    args: EngineArgs
-    kv: dict[str, Any] | None
-
-
-def workers_of(graph: Graph) -> list[Worker]:
-    """The worker pools of a graph, settings merged. Raises PROFILE-*, ENGINE-* with the guilty line."""
-    spec = graph.spec
-    profile, document = read_engine_profile(spec.engine.profile, graph.place("engine", "profile"))
-    out = []
-    for role in ROLES:
-        worker: WorkerSpec | None = getattr(spec.components, role)
-        if worker is None:
-            continue
-        layers = [
-            (profile.engine, document, ("engine",)), (spec.engine.set, graph.document, ("engine", "set")),
-            (worker.engine, graph.document, ("components", role, "engine")),
-        ]  # fmt: skip
-        kv, where = (worker.kv, ("components", role, "kv")) if worker.kv else (spec.kv, ("kv",))
-        out.append(Worker(role, worker, profile, engine_args(layers), _kv_settings(graph, kv, where)))
-    return out
-
-
-def _kv_settings(graph: Graph, kv: KvSpec | None, where: tuple[str, ...]) -> dict[str, Any] | None:
-    if kv is None:
-        return None
-    profile, _ = read_kv_profile(kv.profile, graph.place(*where, "profile"))
-    return merged_kv(profile, kv.set, graph.place(*where, "profile"), overlap=kv.overlap)
 
 
 def compile_plan(graph: Graph, site: Site) -> Plan:
@@ -326,7 +288,7 @@ class _Compiler:
             "weights_digest": self.weights_digest(), "status_file": str(self.site.run / "reports" / f"{name}.kv.json"),
             "announce": self.env.announce(),
         }  # fmt: skip
-        found = {**own, **{k: _size(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
+        found = {**own, **{k: size_or_as_it_is(v) if k.endswith("_bytes") else v for k, v in (worker.kv or {}).items()}}
         if isinstance(policy := found.get("policy"), dict) and policy:  # `status --explain` reads it
             found["policy"] = {"status_file": str(self.site.run / "reports" / f"{name}.cost.json"), **policy}
         return found
@@ -400,26 +362,6 @@ class _Compiler:
             volumes=(Volume(name="releases", path=str(site.weights_root), shared=True),),
             memory_bytes=250 << 20, talks_to=("dynamo-frontend", "weights", *(("router",) if router else ()), *(("azurite",) if self.site.embedded(self.spec) else ())),
         )  # fmt: skip
-
-
-def host_tier_bytes(settings: dict[str, Any] | None) -> int:
-    """DRAM of the KV tiers of one worker: primary tier and staging, bytes."""
-    if not settings:
-        return 0
-    return sum(_int(settings.get(k, 0)) for k in ("dram_bytes", "staging_bytes"))
-
-
-def _size(size: object) -> object:
-    """Bytes where `size` is one; a wrong size stays as it is, for `check` to report with its line."""
-    try:
-        return parse_size(size)
-    except ValueError:
-        return size
-
-
-def _int(size: object) -> int:
-    value = _size(size)
-    return value if isinstance(value, int) else 0
 
 
 def graph_name(graph: Graph) -> str:

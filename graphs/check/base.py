@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from components.common.kv.config import KvTiersConfig
-from graphs.compile import Worker
 from graphs.load import Finding, Graph
 from graphs.plan import Plan
+from graphs.pools import Worker
 from graphs.spec import GraphSpec
 
 Rule = Callable[["Context"], Iterator[Finding]]

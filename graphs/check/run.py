@@ -8,8 +8,9 @@ from pathlib import Path
 from components.common.errors import DynamoBlobError
 from graphs.check import engine, links, machine, storage, tiers
 from graphs.check.base import Context, Rule
-from graphs.compile import compile_plan, workers_of
+from graphs.compile import compile_plan
 from graphs.load import Finding, Graph, examine
+from graphs.pools import workers_of
 from graphs.site import Site
 
 RULES: tuple[Rule, ...] = (*links.RULES, *engine.RULES, *tiers.RULES, *storage.RULES, *machine.RULES)

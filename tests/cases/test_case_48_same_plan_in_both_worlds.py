@@ -35,6 +35,8 @@ EXPLAINED = {
     r".*dynamo-frontend-0\.argv\.--(discovery-backend|http-port|namespace)": "as above",
     r".*\.env\.CUDA_VISIBLE_DEVICES": "the launcher assigns GPUs; the device plugin",
     r".*\.env\.LD_PRELOAD": "OpenMP of this environment; the image's own",
+    r".*\.env\.VLLM_RPC_BASE_PATH": "the run's directory, which outlives a killed engine; a pod's own",
+    r".*\.weights\.sealed_uid": "this user's; the weight service's",
     r"cluster": "what the graph itself leaves to a cluster",
 }  # fmt: skip
 """Path of a field -> why the two worlds differ in it."""
