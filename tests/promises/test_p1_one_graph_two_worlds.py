@@ -22,6 +22,7 @@ from graphs.render import pods as render_pods
 from graphs.render.output import RENDERERS, manifests, to_yaml
 from graphs.render.pods import CLUSTER_ENV
 from graphs.render.site import RUN, STATE
+from graphs.sockets import socket_directory
 from tests.e2e.mockgraph import Served, serving
 from tests.golden import rendering
 from tests.golden.schemas import templates
@@ -76,6 +77,8 @@ EXPLAINED = [
     Explained(r".*\.credential\.chain", r'\["workload_identity"\]', "the same"),
     Explained(r".*\.credential\.path", '""', "the same"),
     Explained(rf"{_WORKER}\.config\.weights\.service|weights\.config\.listen", '"unix:<run>-node/weights.sock"', "the run's socket; the node's"),
+    Explained(rf"{_WORKER}\.env\.VLLM_RPC_BASE_PATH", "absent", "the run's directory, which outlives a killed engine; a pod's own"),
+    Explained(r".*\.weights\.sealed_uid", "64123", "this user's weight service; the one with a user of its own"),
     Explained(r"frontend\.config\.weights\.service", '""', "gateways stand where there may be no weight service"),
 ]  # fmt: skip
 
@@ -108,6 +111,9 @@ def normal(found: Flat, run: str, state: str) -> Flat:
     def text(value: Any, component: str) -> Any:
         if isinstance(value, str):
             value = re.sub(rf"(?<![\w-]){component}-0(?![\w-])", component, value)
+            value = value.replace(
+                str(socket_directory(Path(run))), f"{run}/s"
+            )  # under /tmp when the run's path is long
             return value.replace(run, "<run>").replace(state, "<state>")
         return [text(v, component) for v in value] if isinstance(value, list) else value
 
