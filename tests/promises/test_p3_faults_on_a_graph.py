@@ -186,12 +186,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
             bed.graph = graph
             bed.frontend = next(x["number"] for x in graph.process("dynamo-frontend-0")["ports"] if x["name"] == "http")
             bed.said = {w: graph.process(w)["config"]["kv"]["settings"]["status_file"] for w in PREFILL}
-            logs = [Path(graph.status()["run_dir"], "logs", f"{name}.log") for name in (*PREFILL, "decode-0")]
             yield bed
             proxy.heal()
-        assert not [log for log in logs if b"BufferError" in log.read_bytes()], (
-            "an engine ended with views of DRAM left"
-        )
 
 
 @pytest.fixture
