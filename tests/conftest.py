@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("here", deadline=None)  # a busy machine is no counterexample
+hypothesis.settings.load_profile("here")
 
 pytest_plugins = ["tests.kvtools.fixtures"]
 

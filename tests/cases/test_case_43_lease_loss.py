@@ -75,7 +75,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("planes")
     port = int(os.environ.get("DYNAMO_BLOB_TEST_PORT", base_port()))
     etcd, nats = planes.etcd(port + 90, directory), planes.nats(port + 92, directory)
-    sets = (f"runtime.etcd_url=http://127.0.0.1:{etcd.port}", f"runtime.nats_url=nats://127.0.0.1:{nats.port}")
+    still = (
+        "components.decode.frozen_s=0",
+        "components.prefill.frozen_s=0",
+    )  # else the launcher is faster than the lease
+    sets = (*still, f"runtime.etcd_url=http://127.0.0.1:{etcd.port}", f"runtime.nats_url=nats://127.0.0.1:{nats.port}")
     try:
         etcd.start()
         nats.start()

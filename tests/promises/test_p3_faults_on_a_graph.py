@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ import pytest
 
 from components.common.kv import explain
 from components.common.kv.keys import PUBLIC, parse_name
-from components.common.kv.objects import HEADER_BYTES, Codec
+from components.common.kv.objects import Codec
 from components.common.messages.router import Decide, Decision, Note
 from components.common.messages.salt import compose
 from components.common.storage.sas import issue, new_account_key, write_secret
@@ -325,48 +323,6 @@ async def test_killed_and_restarted_under_load_with_credentials_revoked_between(
     await bed.recovered()
 
 
-async def test_worker_killed_during_a_put(bed: Bed) -> None:
-    """Kill -9 of a prefill worker while its puts hang and requests run. No request is lost, nothing half-written is ever found."""
-    before, victim = set(bed.objects()), PREFILL[0]
-    bed.proxy.fault("delay", 60.0, methods=("PUT",), match=CHUNKS)
-    fresh = [ids(128 * CHUNKS_EACH + 7, seed=9000 + i) for i in range(4)]
-    cold = [await bed.ask(p) for p in fresh]
-    pid = next(p["pid"] for p in bed.graph.status()["processes"] if p["name"] == victim)
-    killed = asyncio.Event()
-
-    async def load() -> None:
-        seed = 11
-        while not killed.is_set():
-            seed += 1
-            assert not (wrong := (await bed.wave(seed, at_once=6)).wrong), wrong
-
-    end = time.monotonic() + 60
-    async with asyncio.TaskGroup() as group:
-        group.create_task(load())
-        while not bed.kv()[victim]["transport"]["in_flight"]:
-            assert time.monotonic() < end, f"no put is under way: {bed.kv()}"
-            await asyncio.sleep(0.1)
-        reads = bed.proxy.fault("stall", 4000, methods=("GET",), match=CHUNKS)
-        while reads.hits <= CHUNKS_EACH:  # of two requests at least; they wait at their workers
-            assert time.monotonic() < end, "nobody reads"
-            await asyncio.sleep(0)
-        os.kill(pid, signal.SIGKILL)
-        os.unlink(bed.said[victim])
-        bed.proxy.heal()
-        killed.set()
-    end = time.monotonic() + 300
-    while not explain.read(bed.said[victim]):  # its successor has served
-        assert time.monotonic() < end, "no successor"
-        await asyncio.sleep(1.0)  # it starts on the cores that would answer
-        await bed.ask(ids(64, seed=int(end - time.monotonic())))
-    await bed.recovered(victim)
-    for prompt, want in zip(fresh, cold, strict=True):
-        assert not differs(await bed.ask(prompt), want)
-    account = bed.store.account()
-    for name in set(bed.objects()) - before:
-        assert len(account.get(CONTAINER, name)) == HEADER_BYTES + ROW, "half an object is visible"
-
-
 async def test_negative_control_rows_swapped_or_flipped_and_sealed_are_noticed(bed: Bed) -> None:
     """What a store that nobody checks could hand out: another chunk's row, or a byte changed in one layer, under a digest that fits."""
     account, codec, objects = bed.store.account(), Codec(ROW), bed.objects()
@@ -378,7 +334,7 @@ async def test_negative_control_rows_swapped_or_flipped_and_sealed_are_noticed(b
         codec.seal(memoryview(forged), parsed.tenant, parsed.namespace, bytes.fromhex(parsed.hash))
         account.put(CONTAINER, name, bytes(forged))
     wrong: set[int] = set()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while len(wrong) < PROMPTS // 2:
         assert time.monotonic() < end, f"the comparison did not notice: {wrong}"
         wrong |= (await bed.wave(seed=13)).wrong.keys()
