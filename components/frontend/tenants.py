@@ -96,8 +96,8 @@ class Tenants:
 
     def salt(self, caller: Caller, client_salt: str) -> str:
         """The cache salt of a request; "" for none. Raises Refusal(503) when the tenant's salt key is not usable."""
-        if self.path is None:
-            return client_salt
+        if self.path is None:  # "~" begins what workers append for themselves (quarantine)
+            return client_salt.replace("%", "%25").replace("~", "%7E") if "~" in client_salt else client_salt
         salts, file = self._salts, self.file  # in this order: a reload beside us sets the file first
         assert file is not None
         try:

@@ -64,6 +64,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tenant is not None and not args.tenant.strip():  # an unset variable must not end in a signed report
+        raise DynamoBlobError(
+            "PURGE-NO-TENANT", "the tenant's name is empty", where="--tenant", do="name the tenant, or say --unsalted for traffic without one"
+        )  # fmt: skip
     older = age(args.older_than) if args.older_than else 0.0
     settings = kv_settings(args)
     path = args.tenants or (Path(settings[0].tenants_file) if settings[0].tenants_file else None)

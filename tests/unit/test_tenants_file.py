@@ -13,6 +13,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv.classes import Classes
 from components.common.messages.salt import compose, tenant_hash
 from components.common.messages.tenants import TenantsFile, read_salt_key, rotate_salt_key, stamp
+from graphs.cli.main import main
 
 KEY = hashlib.sha256(b"sk-acme").hexdigest()
 GOOD: dict[str, Any] = {
@@ -108,3 +109,9 @@ def test_lifecycle_backs_every_class_up_and_never_under_a_day(tmp_path: Path) ->
     assert isinstance(rules, list) and {r["name"] for r in rules} == {"kv-long-backstop", "kv-std-backstop"}
     for r in rules:
         assert r["definition"]["actions"]["baseBlob"]["delete"]["daysAfterModificationGreaterThan"] >= 1
+
+
+def test_an_unset_variable_is_no_tenant_to_purge(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("", "  "):
+        assert main(["purge", "--tenant", name]) != 0
+        assert "PURGE-NO-TENANT" in capsys.readouterr().err

@@ -276,3 +276,12 @@ async def test_health_is_false_when_no_tenant_can_be_served(tmp_path: Path) -> N
                     break
         else:
             pytest.fail("it stays false")
+
+
+async def test_what_workers_append_to_a_salt_cannot_come_from_a_client(tmp_path: Path) -> None:
+    async with Stage(tmp_path) as s:
+        await s.chat(cache_salt="0" * 32 + "-standard-" + "a" * 32 + "~q0123456789abcdef")
+        await s.chat(cache_salt="~q0123456789abcdef")
+        await s.chat(cache_salt="mine")
+        salts = [seen.body["cache_salt"] for seen in s.frontend.seen]
+    assert not any("~" in salt for salt in salts) and len(set(salts)) == 3 and salts[2] == "mine"
