@@ -145,7 +145,7 @@ def test_a_writer_that_ignores_the_generation_makes_the_purge_fail_loudly(
         stop.set()
         thread.join()
     report = Purge(config(azurite, store), store, KEY).run()  # the same purge, taken up again
-    assert report["resumed"] == 1 and report["generation"] == 1 and there(store) == set()
+    assert report["resumed"] == 1 and report["generation"] == 2 and there(store) == set()
 
 
 WRITER = """
@@ -226,11 +226,23 @@ def test_killed_at_any_phase_the_next_call_finishes_it(
     plan = config(azurite, store, salt_key_file=str(salt))
     assert killed_at(phase, plan) == -signal.SIGKILL
     put(store, name("acme", "late"))  # lands while nobody purges
+    raised = store.read_epochs().get(tenant_hash("acme"), 0)
+    put(store, name("acme", "since", generation=raised))  # written by workers that know of the first attempt
     report = Purge(plan, store, KEY).run()
     assert there(store) == set() and len(there(store, "other")) == 5
     assert report["probe"]["clean"] and report["salt_key"] == "rotated" and read_salt_key(salt) != before
-    assert (report["resumed"], report["generation"]) == ((0, 2) if phase == "done" else (1, 1))
+    assert (report["resumed"], report["generation"]) == (0 if phase == "done" else 1, raised + 1)
     assert store.read_epochs() == {tenant_hash("acme"): report["generation"]}
+
+
+def test_an_age_purge_that_was_killed_goes_by_the_age_asked_for_now(azurite: KvAzurite, store: KvStore) -> None:
+    put(store, name("acme", "old"))
+    time.sleep(2.2)
+    assert killed_at("delete", config(azurite, store, older_than_s=86400)) == -signal.SIGKILL
+    report = Purge(config(azurite, store, older_than_s=1), store, KEY).run()
+    assert (report["resumed"], report["deleted"]) == (1, 1) and there(store) == set()
+    put(store, name("acme", "old"))  # computed again since, under its old name
+    assert Purge(config(azurite, store, older_than_s=86400), store, KEY).run()["probe"]["clean"]
 
 
 def test_older_than_deletes_by_age_alone(azurite: KvAzurite, store: KvStore) -> None:

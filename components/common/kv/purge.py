@@ -123,6 +123,12 @@ class Purge:
             state = State(**json.loads(raw))
             if state.phase != "done":
                 state.resumed += 1
+                if self.config.older_than_s:  # the age asked for now; what is recomputed meanwhile has its old name
+                    state.sample = []
+                    self._date(state)
+                else:  # whatever was written since the first attempt falls under this one
+                    state.generation = self.store.read_epochs().get(self.tenant, 0) + 1
+                    state.raised_at, state.rotated = 0.0, False
                 self._save(state)
                 self._step("resume", state)
                 return state
@@ -130,12 +136,17 @@ class Purge:
         now = time.time()
         state = State(uuid.uuid4().hex, self.tenant, generation, 0.0, now)
         self._save(state)
-        if self.config.older_than_s:  # by the service's clock, which also stamps the objects
-            found = self.store.account.find(self.store.control, self._object)
-            state.cutoff = (found.modified if found else now) - self.config.older_than_s
+        if self.config.older_than_s:
+            self._date(state)
             self._save(state)
         self._step("begin", state)
         return state
+
+    def _date(self, state: State) -> None:
+        """The cutoff, by the service's clock, which also stamps the objects."""
+        self._save(state)
+        found = self.store.account.find(self.store.control, self._object)
+        state.cutoff = (found.modified if found else time.time()) - self.config.older_than_s
 
     def _raise(self, state: State) -> None:
         self._enter(state, "raise")
