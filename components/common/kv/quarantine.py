@@ -36,7 +36,6 @@ from components.common.kv.epochs import Epochs
 from components.common.kv.keys import PUBLIC
 from components.common.kv.store import KvStore
 from components.common.messages import salt as salts
-from components.common.storage.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -110,17 +109,9 @@ def condemn(store: KvStore, tenant: str, mark: Mark) -> Marks:
         if mark in marks.blocks:
             return marks
         known[tenant] = marks = marks.plus(mark)
-        try:
-            if etag:
-                store.account.replace(store.control, QUARANTINE_OBJECT, encode(known), etag=etag)
-            else:
-                store.account.create(store.control, QUARANTINE_OBJECT, encode(known))
-            store.requests["write"] += 1
+        if store.swap(QUARANTINE_OBJECT, encode(known), etag):
             return marks
-        except StorageError as e:
-            if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
-                raise
-            time.sleep(0.05 * (attempt + 1))
+        time.sleep(0.05 * (attempt + 1))
     raise DynamoBlobError(
         "KV-QUARANTINE-CONTENDED", "others change the quarantine all the time", where=_uri(store), do="try again"
     )

@@ -106,17 +106,9 @@ class KvStore:
                     "KV-EPOCHS-EXHAUSTED", "no purge generation is left", where=self._uri(EPOCHS_OBJECT)
                 )
             body = json.dumps({"format": FORMAT, "generations": {**known, tenant: generation}}, sort_keys=True).encode()
-            try:
-                if etag:
-                    self.account.replace(self.control, EPOCHS_OBJECT, body, etag=etag)
-                else:
-                    self.account.create(self.control, EPOCHS_OBJECT, body)
-                self.requests["write"] += 1
+            if self.swap(EPOCHS_OBJECT, body, etag):
                 return generation
-            except StorageError as e:
-                if e.code not in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
-                    raise
-                time.sleep(0.05 * (attempt + 1))
+            time.sleep(0.05 * (attempt + 1))
         raise DynamoBlobError(
             "KV-EPOCHS-CONTENDED", "others change the purge generations all the time", where=self._uri(EPOCHS_OBJECT), do="try again",
         )  # fmt: skip
@@ -137,6 +129,20 @@ class KvStore:
             ) from None  # fmt: skip
 
     # --- small objects under _control/
+
+    def swap(self, name: str, body: bytes, etag: str) -> bool:
+        """Write a control object if it is still what `etag` says ("" = it is not there); False when others were faster."""
+        try:
+            if etag:
+                self.account.replace(self.control, name, body, etag=etag)
+            else:
+                self.account.create(self.control, name, body)
+        except StorageError as e:
+            if e.code in ("STORAGE-CONFLICT", "STORAGE-PRECONDITION"):
+                return False
+            raise
+        self.requests["write"] += 1
+        return True
 
     def read(self, name: str, offset: int = 0) -> tuple[bytes | None, str]:
         """(bytes, ETag) of a control object, (None, "") when there is none."""
