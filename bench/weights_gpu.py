@@ -36,7 +36,7 @@ def bench(report: Report, quick: bool) -> None:
     try:
         generate(work / "model", int(gigabytes * 1e9), 8)
         manifest = make_release(work / "store", work / "model", model="bench")
-        with stand_in(work / "store") as url:
+        with stand_in(work / "store") as (url, _):
             config = weights_config(
                 url, work / "w", manifest, deadline_s=600.0, range_in_flight=16, budget_bytes=2 * 2**30
             )
@@ -74,7 +74,7 @@ def _timed(variant: str, config: Any, found: Any, parameters: Any, nbytes: int) 
     import numpy as np
     import torch
 
-    from bench.weights import _receive
+    from bench.weights_child import _receive
     from components.common.loading.cuda import Cuda, pin, staged
     from components.common.loading.plan import weight_files
     from components.common.loading.report import Report as LoadReport
