@@ -7,9 +7,9 @@
 
 Contract:
 
-* A range is announced only after its digest was checked and all of the file's pages exist. The service never writes
-  through a mapping (a write costs a page fault per 4 KiB there, and is SIGBUS on a full file system): it receives and
-  checks in a buffer of its own, then one pwrite. Workers check again in the memory they map.
+* A range is announced only after its digest was checked and all of the file's pages exist. The service receives and
+  checks in a buffer of its own, then copies into pages that are there (components.weights.entry). Workers check again
+  in the memory they map.
 * Files found at start, or whose stat changed since they were verified, count as unverified until hashed again.
 * The sum of file sizes, sealed copies (components.weights.sealed) included, never exceeds the budget. Eviction is LRU
   over entries without leases, sealed copies first; a leased (mapped) or filling entry is pinned. A lease ends with its
@@ -29,73 +29,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from components.common.errors import DynamoBlobError
-from components.common.loading.pages import HUGE, map_file, reserve
+from components.common.loading.pages import map_file
 from components.common.registry.manifest import FileEntry
+from components.weights.entry import Entry, Sealed, Writer
 
 log = logging.getLogger("dynamo_blob.weights")
-
-_RESERVE_STEP = 16 * HUGE  # a step holds the file's lock, and writers wait for it
-
-State = Literal["filling", "checking", "present", "failed"]
-
-
-class _File:
-    """A descriptor that closes with its last user: an entry may fail while other threads still write its ranges."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-class Entry:
-    """One file. `ready[i]` = range i is verified in `array`. Listeners are called (on any thread) on each change."""
-
-    def __init__(self, file: FileEntry, path: Path, final: Path, array: np.ndarray[Any, Any], state: State) -> None:
-        self.final = final  # where it will be once complete; `path` is where it is now
-        self.file, self.path, self.array, self.state = file, path, array, state
-        self.ready = bytearray(len(file.ranges))
-        self.missing = len(file.ranges)
-        self.leases = 0
-        self.working = state == "filling"
-        self.writer: _File | None = None  # open for writing until complete, for mode 0444 forbids it later
-        self.reserved = state != "filling"  # every page of the file exists: nobody can meet a hole without one
-        self.used = time.monotonic()
-        self.error: DynamoBlobError | None = None
-        self.stat: tuple[int, ...] = ()
-        self.listeners: set[Callable[[], None]] = set()
-
-    @property
-    def pinned(self) -> bool:
-        return self.leases > 0 or self.working
-
-    def wake(self) -> None:
-        for listener in tuple(self.listeners):
-            listener()
-
-
-class Sealed:
-    """A copy of one file that the kernel keeps from changing; `fd` is -1 while it is made."""
-
-    def __init__(self, file: FileEntry) -> None:
-        self.file, self.fd, self.leases, self.used = file, -1, 0, time.monotonic()
-        self.given_up = False
-
-    @property
-    def pinned(self) -> bool:
-        return self.leases > 0
-
-    def close(self) -> None:
-        """No more leases. One that is being made is given up by its maker."""
-        self.given_up = True
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class NodeCache:
@@ -189,6 +132,11 @@ class NodeCache:
             entry.leases += 1
             entry.used = time.monotonic()
             return entry, work
+
+    def has_room(self, file: FileEntry) -> bool:
+        """A file that is not here would fit without evicting anything."""
+        with self._lock:
+            return file.blake3 not in self._entries and self.used + file.size <= self.budget
 
     def pin(self, entry: Entry) -> None:
         """One lease more on an entry that is already held."""
@@ -312,6 +260,7 @@ class NodeCache:
             if _free(self.directory) < file.size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # known before a byte is read in vain
             array = _map(path, file.size)
+            writer = Writer(fd, file.size)
         except OSError as e:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -321,7 +270,7 @@ class NodeCache:
         entry = self._entries[file.blake3] = Entry(
             file, path, self.directory / "objects" / file.blake3, array, "filling"
         )
-        entry.writer = _File(fd)
+        entry.writer = writer
         return entry
 
     def reserve(self, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -331,10 +280,8 @@ class NodeCache:
         if entry.reserved or writer is None:
             return
         try:
-            for at in range(0, entry.file.size, _RESERVE_STEP):
-                if stopped() or entry.state == "failed":
-                    return
-                reserve(writer.fd, entry.array, at, min(at + _RESERVE_STEP, entry.file.size))
+            if not writer.reserve(lambda: stopped() or entry.state == "failed"):
+                return
         except OSError as e:
             raise self._no_room(entry.file, e) from None
         with self._lock:
@@ -343,17 +290,15 @@ class NodeCache:
                 self._complete(entry)
         entry.wake()
 
-    def write(self, entry: Entry, offset: int, data: memoryview) -> bool:
-        """Verified bytes into a new file; False if the entry failed meanwhile. Raises WEIGHTS-CACHE-FULL."""
-        writer, done = entry.writer, 0
+    def write(self, entry: Entry, offset: int, data: memoryview, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Verified bytes into a new file; False if the entry failed meanwhile, or `stopped()`. Raises WEIGHTS-CACHE-FULL."""
+        writer = entry.writer
         if writer is None:
             return False
         try:
-            while done < len(data):
-                done += os.pwrite(writer.fd, data[done:], offset + done)
+            return writer.write(offset, data, lambda: stopped() or entry.state == "failed")
         except OSError as e:
             raise self._no_room(entry.file, e) from None
-        return True
 
     def _no_room(self, file: FileEntry, e: OSError) -> DynamoBlobError:
         self.refused += 1

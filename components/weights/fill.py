@@ -21,7 +21,8 @@ from components.common.loading.plan import RangeJob, Segment
 from components.common.loading.report import Report
 from components.common.registry.manifest import FileEntry
 from components.common.storage.ranges import RangeReader
-from components.weights.cache import Entry, NodeCache
+from components.weights.cache import NodeCache
+from components.weights.entry import Entry
 
 log = logging.getLogger("dynamo_blob.weights")
 
@@ -161,7 +162,7 @@ class Filler:
         """Straight from the landing slot into the file and verified there: nobody reads a range before it is announced."""
 
         def keep(landed: memoryview) -> memoryview:
-            if not self.cache.write(entry, begin, landed):
+            if not self.cache.write(entry, begin, landed, self._stop.is_set):
                 raise _NotKept
             kept = entry.array[begin : begin + count].data
             populate(kept)
@@ -182,4 +183,4 @@ class Filler:
         )  # fmt: skip
         job = RangeJob(entry.file, index, begin, begin + count, entry.file.ranges[index], Segment(entry.file, 0, 0, []))
         fetcher.fetch(job, view)
-        return self.cache.write(entry, begin, view)
+        return self.cache.write(entry, begin, view, self._stop.is_set)

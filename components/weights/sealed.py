@@ -30,7 +30,8 @@ from components.common.loading.mapped import SEALS
 from components.common.loading.pages import HUGE, map_file, reserve
 from components.common.loading.report import Report
 from components.common.registry.manifest import FileEntry
-from components.weights.cache import Entry, NodeCache
+from components.weights.cache import NodeCache
+from components.weights.entry import Entry
 
 log = logging.getLogger("dynamo_blob.weights")
 

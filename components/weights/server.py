@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from components.common.errors import DynamoBlobError
-from components.weights.cache import Entry
+from components.weights.entry import Entry
 from components.weights.handover import Handover
 from components.weights.service import WeightService
 

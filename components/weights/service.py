@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -17,8 +18,9 @@ from components.common.loading.resolve import Found, from_cache, outage, parse_m
 from components.common.messages.announce import Announcement, Listener
 from components.common.messages.weights import Release, Source, Sources
 from components.common.registry.manifest import FileEntry
-from components.weights.cache import Entry, NodeCache
+from components.weights.cache import NodeCache
 from components.weights.config import WeightServiceConfig
+from components.weights.entry import Entry
 from components.weights.fill import Filler
 from components.weights.peers import Peers
 from components.weights.sealed import Sealer
@@ -49,6 +51,7 @@ class WeightService:
         self.listener: Listener | None = None
         self.channel: dict[str, str] = {}
         self._objects: dict[str, FileEntry] = {}
+        self._following: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -75,6 +78,8 @@ class WeightService:
         release = resolve_release(self.config)
         found = release.found
         self._objects = {f.blake3: f for f in found.manifest.files}
+        files = weight_files(found.manifest)
+        self._following = {f.blake3: after for f, after in itertools.pairwise(files)}
         if self.config.cache_dir and self.config.cache_bytes:
             self._open_cache(found)
         self.found, self.release, self.error = found, release.message, None
@@ -149,7 +154,22 @@ class WeightService:
         entry, work = self.cache.lease(file)
         self.filler.fill(entry, work)
         self.count("leases")
+        self._read_ahead(file)
         return entry
+
+    def _read_ahead(self, file: FileEntry) -> None:
+        """Begin the file that the loader asks for next: it gets its pages, and its ranges come, while this one ends."""
+        following = self._following.get(file.blake3)
+        if following is None or self.cache is None or self.filler is None or not self.cache.has_room(following):
+            return
+        try:
+            entry, work = self.cache.lease(following)
+        except DynamoBlobError:
+            return  # whoever leases it is told
+        try:
+            self.filler.fill(entry, work)
+        finally:
+            self.cache.release(entry)
 
     def file(self, digest: str) -> FileEntry:
         file = self._objects.get(digest)

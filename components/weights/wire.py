@@ -21,7 +21,8 @@ from typing import Any
 from components.common.errors import DynamoBlobError
 from components.common.transfer.progress import wait_for_events
 from components.common.transfer.staging import Slot, StagingPool
-from components.weights.cache import Entry, NodeCache
+from components.weights.cache import NodeCache
+from components.weights.entry import Entry
 
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 

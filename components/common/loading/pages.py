@@ -26,12 +26,12 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def map_file(fd: int, size: int, *, private: bool = False) -> np.ndarray[Any, Any]:
+def map_file(fd: int, size: int, *, private: bool = False, shared: bool = False) -> np.ndarray[Any, Any]:
     """The first `size` bytes of `fd` as a uint8 array at a huge page's border: read-only, or private and writable
-    (pages are shared until written). Unmapped when nothing refers to the array. Raises OSError."""
+    (pages are shared until written), or shared and writable. Unmapped when nothing refers to the array. Raises OSError."""
     base = _map(None, size + HUGE, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = -(-base // HUGE) * HUGE
-    prot = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
+    prot = mmap.PROT_READ | mmap.PROT_WRITE if private or shared else mmap.PROT_READ
     try:
         _map(at, size, prot, (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _FIXED, fd)
     except OSError:
@@ -40,7 +40,7 @@ def map_file(fd: int, size: int, *, private: bool = False) -> np.ndarray[Any, An
     array: np.ndarray[Any, Any] = np.frombuffer(
         memoryview((ctypes.c_uint8 * size).from_address(at)).cast("B"), dtype=np.uint8
     )
-    if not private:
+    if not private and not shared:
         array.flags.writeable = False
     weakref.finalize(array, _libc.munmap, base, size + HUGE).atexit = False
     return array
@@ -63,9 +63,9 @@ def collapse(array: np.ndarray[Any, Any], begin: int, end: int) -> bool:
     return whole > 0 and _libc.madvise(array.ctypes.data + begin, whole, _COLLAPSE) == 0
 
 
-def reserve(fd: int, array: np.ndarray[Any, Any], begin: int, end: int) -> None:
-    """Give bytes [begin, end) of `fd`, mapped as `array`, pages, huge ones where the kernel can; what is written there
-    stays. `begin` is a multiple of HUGE. Raises OSError when there is no room."""
+def reserve(fd: int, array: np.ndarray[Any, Any], begin: int, end: int) -> bool:
+    """Give bytes [begin, end) of `fd`, mapped as `array`, pages; what is written there stays. True if they are huge
+    (but for the rest behind the last whole one). `begin` is a multiple of HUGE. Raises OSError when there is no room."""
     huge = True
     for at in range(begin, end, HUGE):
         count = min(HUGE, end - at)
@@ -73,6 +73,7 @@ def reserve(fd: int, array: np.ndarray[Any, Any], begin: int, end: int) -> None:
             os.posix_fallocate(fd, at, mmap.PAGESIZE)  # of nothing at all the kernel makes no huge page
             huge = collapse(array, at, at + HUGE)
         os.posix_fallocate(fd, at, count)
+    return huge
 
 
 def _map(address: int | None, size: int, prot: int, flags: int, fd: int) -> int:
