@@ -136,7 +136,9 @@ class NodeCache:
     def has_room(self, file: FileEntry) -> bool:
         """A file that is not here would fit without evicting anything."""
         with self._lock:
-            return file.blake3 not in self._entries and self.used + file.size <= self.budget
+            promised = sum(e.file.size for e in self._entries.values() if not e.reserved)
+            fits = self.used + file.size <= self.budget and promised + file.size <= _free(self.directory)
+            return fits and file.blake3 not in self._entries
 
     def pin(self, entry: Entry) -> None:
         """One lease more on an entry that is already held."""

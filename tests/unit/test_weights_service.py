@@ -12,11 +12,13 @@ import pytest
 from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
 from components.common.loading.files import materialise_small_files
+from components.common.loading.mapped import lease
 from components.common.registry.manifest import Manifest
 from components.weights.cache import NodeCache
 from tests.faults import stores
 from tests.faults.releases import MiB, make_release, random_model, tensors_of, weights_config
 from tests.faults.services import ServiceProcess
+from tests.kvtools.proxy import wait_for
 
 store = stores.store
 
@@ -125,3 +127,22 @@ def test_what_arrives_for_an_entry_that_failed_meanwhile_is_not_kept(tmp_path: P
     assert not any(entry.ready) and not entry.reserved
     assert list((tmp_path / "cache/partial").iterdir()) == [] and cache.entry(file.blake3) is None
     cache.close()
+
+
+def test_the_next_file_is_begun_while_one_is_leased_where_it_fits_without_evicting(
+    tmp_path: Path, store: StandIn
+) -> None:
+    random_model(tmp_path / "m3", [tensors_of(seed, [900_000]) for seed in (1, 2, 3)])
+    manifest = make_release(tmp_path / "store", tmp_path / "m3", model="three", range_bytes=MiB)
+    config = weights_config(store.url, tmp_path / "w", manifest)
+    first, second, third = [f for f in manifest.files if f.path.endswith(".safetensors")]
+    total = sum(f.size for f in (first, second, third))
+    for name, budget, begun in (("wide", total, 2), ("narrow", first.size + second.size - 1, 1)):
+        with ServiceProcess(
+            tmp_path / name, config, cache_dir=str(tmp_path / f"c-{name}"), cache_bytes=budget
+        ) as service:
+            held = lease(service.client, first)
+            wait_for(lambda n=begun, s=service: s.status()["cache"]["present"] == n, 30, f"{begun} files")
+            assert service.status()["cache"]["entries"] == begun, "one ahead, no more"
+            assert service.status()["cache"]["refused"] == 0
+            del held
