@@ -51,6 +51,7 @@ class Driver:
     async def generate(
         self, name: str, ids: list[int], max_tokens: int = 16, salt: str = "", kv: dict[str, Any] | None = None,
         logprobs: int | None = 5, request: str = "", abort_after: float | None = None, extra: dict[str, Any] | None = None,
+        trace: dict[str, str] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -66,7 +67,7 @@ class Driver:
         began, first, last, out = time.monotonic(), None, 0.0, None
         llm = self.engines[name]
         killer = asyncio.create_task(self._abort(llm, rid, abort_after)) if abort_after is not None else None
-        async for out in llm.generate(prompt, params, rid):
+        async for out in llm.generate(prompt, params, rid, trace_headers=trace):
             last = time.monotonic() - began
             if first is None and out.outputs[0].token_ids:
                 first = last

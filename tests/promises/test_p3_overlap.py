@@ -6,6 +6,7 @@ many that the back comes first. HBM holds two prompts but not what they generate
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -15,13 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench.crossover import policy
 from components.common.kv.keys import PUBLIC
+from graphs.cli._explain import explained
 from tests.faults.proxy import FaultProxy, Rule
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, azurite
 from tests.kvtools.engines import Driver, Engine
+from tests.kvtools.otlp import Collector, collector
+from tests.kvtools.proxy import wait_for
 from tests.kvtools.text import ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,14 +55,27 @@ def proxy(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
 
 
 @pytest.fixture(scope="module")
-def engine(store: Store, proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def traces() -> Iterator[Collector]:
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def status(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("status") / "cost.json"
+
+
+@pytest.fixture(scope="module")
+def engine(
+    store: Store, proxy: FaultProxy, traces: Collector, status: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     work = tmp_path_factory.mktemp("driver")
     settings = kv.settings(
         store, port=proxy.port, load_deadline_s=60.0, threads=2,
-        policy=policy(CURVE, work / "cost.json", overlap=True, overlap_step_tokens=STEP),
+        policy=policy(CURVE, status, overlap=True, overlap_step_tokens=STEP),
     )  # fmt: skip
     args = kv.engine_args(settings, max_num_batched_tokens=STEP, kv_cache_memory_bytes=31 * ROW)
-    with Driver(work) as driver, driver.engine("a", "tiny-full", **args) as engine:
+    with Driver(work, traces.env) as driver, driver.engine("a", "tiny-full", **args) as engine:
         yield engine
 
 
@@ -149,3 +167,34 @@ def test_abort_at_any_time_leaves_nothing(engine: Engine, store: Store, proxy: F
         engine.generate(prompt, kv=OVERLAP, abort_after=after)
         engine.forget(dram=True)  # asserts that no transfer holds a block
         assert kv.same(engine.generate(prompt, kv=OVERLAP), hbm)
+
+
+def test_each_decision_is_in_status_metrics_and_the_trace_of_its_request(
+    engine: Engine, traces: Collector, status: Path
+) -> None:
+    """P4: predicted, actual and regret, the same three places over."""
+    before, told = len(traces.spans), json.loads(status.read_text())
+    headers = {"traceparent": "00-" + "1f" * 16 + "-" + "2e" * 8 + "-01"}
+    prompt = ids(N, seed=77)
+    first = engine.generate(prompt, max_tokens=2, kv={"tenant": PUBLIC}, trace=headers)
+    wait_for(lambda: any(s["trace"] == "1f" * 16 for s in traces.spans[before:]), 30, "the span of the request")
+    [span] = [s for s in traces.spans if s["trace"] == "1f" * 16]
+    assert span["name"] == "kv.cost" and span["parent"] == "2e" * 8
+    assert span["kv.cost.load_tokens"] in range(0, N, 128) and span["kv.cost.reason"], (
+        "an index that does not know counts as held"
+    )
+    assert 0 < span["kv.cost.predicted_s"] <= span["kv.cost.recompute_s"]
+    assert 0 < span["kv.cost.actual_s"] <= first["ttft"] + 1.0
+    assert abs(span["seconds"] - span["kv.cost.actual_s"]) < 1e-3
+    assert 0 <= span["kv.cost.regret_s"] <= span["kv.cost.actual_s"]
+    time.sleep(1.1)  # the status file is written once a second, by a step
+    engine.generate(ids(20, seed=78), max_tokens=2, kv=LOAD)
+    now = json.loads(status.read_text())
+    assert now["requests"] == told["requests"] + 1, "a forced request is not counted"
+    assert abs(now["served_s"] - told["served_s"] - span["kv.cost.actual_s"]) < 1e-6
+    counted = engine.metrics("vllm:dynamo_blob_kv_cost_")
+    assert sum(v for k, v in counted.items() if "requests_total" in k) >= told["requests"]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(explained("prefill-0", now))
+    text = shown.getvalue()
+    assert f"{now['requests']} requests" in text and f"actual {now['served_s']:.2f} s" in text and "regret" in text

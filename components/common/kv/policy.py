@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -26,6 +27,7 @@ from components.common.cost.policy import Decision, Policy
 from components.common.kv import hooks
 from components.common.kv.connector import DynamoBlobConnector
 from components.common.kv.tier import DynamoBlobTier
+from components.common.telemetry.spans import open_spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,6 +114,8 @@ class _Step(NamedTuple):
 class _Open(NamedTuple):
     decision: Decision | None
     at: float
+    headers: Mapping[str, str] | None = None
+    """W3C trace headers of the request."""
 
 
 class CostConnector(DynamoBlobConnector):
@@ -139,6 +143,7 @@ class CostConnector(DynamoBlobConnector):
         self._busy_until_step = 0.0
         self._status_due = 0.0
         self._found, self._asked = 1.0, 2.0
+        self._spans = open_spans("dynamo-blob-kv")
 
     # ---- the decision
 
@@ -171,7 +176,7 @@ class CostConnector(DynamoBlobConnector):
         load = decision.load_tokens
         if load and not certain and not self._worth_asking(decision):
             load = 0
-        self._open[rid] = _Open(decision, now)
+        self._open[rid] = _Open(decision, now, request.trace_headers)
         if load:
             self._cost.deadlines[rid] = decision.deadline_s
         if decision.probe and certain:
@@ -309,8 +314,16 @@ class CostConnector(DynamoBlobConnector):
         opened = self._open.pop(rid, None)
         self._cost.deadlines.pop(rid, None)
         if opened and opened.decision:
-            self._cost.policy.finished(opened.decision, now - opened.at)
-            log.debug("kv.cost %s actual_s=%.4f %s", rid, now - opened.at, opened.decision.attributes())
+            outcome = self._cost.policy.finished(opened.decision, now - opened.at)
+            if self._spans:
+                came_of_it = {
+                    "kv.cost.actual_s": outcome.actual_s,
+                    "kv.cost.regret_s": outcome.regret_s,
+                    "request.id": rid,
+                }
+                self._spans.record(
+                    "kv.cost", outcome.actual_s, opened.decision.attributes() | came_of_it, opened.headers
+                )
 
     def _forget(self, rid: str) -> None:
         self._open.pop(rid, None)
