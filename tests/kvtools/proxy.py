@@ -16,6 +16,7 @@ class Rule:
 
     kind: status (arg = HTTP code), delay (arg = seconds), hang, reset, stall (after arg body bytes), cut (after arg body
     bytes), truncate (arg bytes fewer, told honestly), flip (a byte at arg), other (arg = path of another object), throttle (bytes/s),
+    hold (the whole request, until `heal`; then it goes on),
     upstream (arg = port of another store that answers)
     """
 
@@ -56,6 +57,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[None]] = set()
+        self._healed = asyncio.Event()
 
         def run() -> None:
             asyncio.set_event_loop(self._loop)
@@ -91,6 +93,8 @@ class FaultProxy:
         def cut() -> None:
             for task in list(self._stuck):
                 task.cancel()
+            self._healed.set()
+            self._healed = asyncio.Event()
 
         self._loop.call_soon_threadsafe(cut)
 
@@ -126,6 +130,8 @@ class FaultProxy:
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     head = b"\r\n".join(x for x in head.split(b"\r\n") if not x.lower().startswith(b"expect:"))
                 body = await reader.readexactly(int(_header(head, b"content-length") or 0))
+                if rule and rule.kind == "hold":
+                    await self._healed.wait()
                 if rule and rule.kind == "delay":
                     await asyncio.sleep(float(rule.arg))
                 if rule and rule.kind == "throttle":

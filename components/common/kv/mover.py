@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from components.common.kv.fence import Flight
 from components.common.kv.keys import parse_name
 from components.common.kv.objects import HEADER_BYTES, Codec
 from components.common.transfer.base import Outcome, Transport
@@ -42,8 +43,8 @@ _TAIL = 64
 class Unit:
     """One chunk on its way. `row` is its row in DRAM (uint8), valid until `done(unit, reason)` was called.
 
-    `guard` is asked just before an object becomes or is used: False means that the answer is no longer wanted
-    (the tenant was purged meanwhile).
+    `guard` is asked just before an object is sent, when it is there, and before it is used: False means that it is
+    no longer wanted (the tenant was purged meanwhile). `flight` follows a put until its transfer really is over.
     """
 
     store: bool
@@ -53,6 +54,7 @@ class Unit:
     deadline: float
     done: Callable[[Unit, Reason], None]
     guard: Callable[[], bool] | None = None
+    flight: Flight | None = None
     slot: Slot | None = None
     begun: float = field(default_factory=time.monotonic)
     outcome: Outcome | None = None
@@ -167,6 +169,8 @@ class Mover:
                     self._launch(unit)
             except Exception:
                 log.exception("KV-MOVER: chunk %s", unit.name)
+                if slot is not None and unit.flight is not None:
+                    unit.flight.over()
                 self._end(unit, "failed")
 
     def _next(self) -> tuple[Unit | None, Slot | None, list[Unit]]:
@@ -193,6 +197,11 @@ class Mover:
 
         def landed(outcome: Outcome) -> None:
             unit.outcome = outcome
+            if unit.flight is not None:
+                if outcome is Outcome.LATE:
+                    slot.over = unit.flight.over
+                else:
+                    unit.flight.over()
             with self._lock:
                 self._landed.append(unit)
                 self._lock.notify()
@@ -200,6 +209,13 @@ class Mover:
         if unit.store:
             name = parse_name(unit.name)
             assert name is not None
+            if unit.flight is not None:  # before the guard: whoever raises the generation after it finds this put
+                unit.flight.begin()
+            if unit.guard is not None and not unit.guard():  # it has waited, perhaps across a purge
+                if unit.flight is not None:
+                    unit.flight.over()
+                self._end(unit, "refused")
+                return
             np.copyto(slot.array[HEADER_BYTES : HEADER_BYTES + unit.row.nbytes], unit.row)
             self.codec.seal(slot.view, name.tenant, name.namespace, bytes.fromhex(name.hash))
             unit.transport.write(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)

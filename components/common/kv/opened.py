@@ -13,6 +13,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv.classes import classes_of, home_of
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.epochs import Epochs
+from components.common.kv.fence import Fence, Flight
 from components.common.kv.index import Index
 from components.common.kv.journal import SharedIndex
 from components.common.kv.keys import Namespace
@@ -52,6 +53,7 @@ class Opened:
     mac_key: bytes | None = None
     note: Others | None = None
     listener: Listener | None = None
+    fence: Fence | None = None
     closers: list[Callable[[], object]] = field(default_factory=list)
 
     def transport(self, cls: str) -> Transport | None:
@@ -62,6 +64,10 @@ class Opened:
 
     def current(self, tenant: str, namespace: str) -> bool:
         return self.epochs is None or self.epochs.current(tenant, namespace)
+
+    def flight(self, cls: str, name: str) -> Flight | None:
+        """Follows one put, so that a purge can ask for it; None where purges do not ask."""
+        return None if self.fence is None else self.fence.flight(self.container_of(cls), name)
 
     def others(self) -> list[dict[str, Any]]:
         return list(self.note.found) if self.note else []
@@ -82,9 +88,12 @@ class Opened:
     def close(self, drain_s: float) -> bool:
         if self.note is not None:
             self.note.close()
+        drained = all([t.close(drain_s) for t in self.transports.values()])
+        if self.fence is not None:
+            self.fence.close(drained)
         for close in self.closers:
             close()
-        return all([t.close(drain_s) for t in self.transports.values()])
+        return drained
 
 
 def staging_pool(config: KvTiersConfig, row_bytes: int) -> StagingPool:
@@ -152,12 +161,23 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
     home = home_of(config)
     control = KvStore(account, home, threads=1)
     index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
+    fence = Fence(control, worker)
+
+    def generations() -> dict[str, int]:
+        """Until this worker is known to those who purge it knows no generation, and puts nothing."""
+        fence.register()
+        return control.read_epochs()
+
+    def raised(tenant: str, generation: int) -> None:
+        purged(index, tenant, generation)
+        fence.raised(tenant, generation)
+
     epochs = Epochs(
-        control.read_epochs, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s,
-        on_raise=lambda tenant, generation: purged(index, tenant, generation),
+        generations, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s, on_raise=raised
     ).start()  # fmt: skip
+    fence.start(epochs.generation)
     epochs.wait_first(FIRST_READ_S)
-    opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs)
+    opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs, fence=fence)
     opened.note = Others(BlobNotes(account, home), namespaces)
     opened.closers = [epochs.close, index.close, control.close, account.close]
     if config.announce:

@@ -4,7 +4,8 @@
     2 raise      the tenant's generation: puts in flight land under names nobody looks at (epochs.py)
     3 rotate     the tenant's salt key: what lies in HBM and DRAM of any worker is out of reach at once
     4 delete     everything of older generations, in every container
-    5 settle     until every worker has seen the generation or stopped, and its puts have met their deadline
+    5 settle     until every worker has seen the generation or stopped, and its puts have met their deadline; then
+                 every worker is asked whether an older put of its is still on its way all the same (fence.py)
     6 delete     what landed meanwhile
     7 prove      a fresh process with an empty index lists and asks; not clean = 6 again, a few times, then failure
     8 report     signed (Ed25519), stored beside the state
@@ -31,8 +32,9 @@ from pydantic import Field
 
 from components.common.config import Config
 from components.common.errors import DynamoBlobError
+from components.common.kv.fence import Workers, asked
 from components.common.kv.probe import ProbeConfig, is_old
-from components.common.kv.store import PURGE_PREFIX, KvStore
+from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import tenant_hash
 from components.common.messages.tenants import rotate_salt_key
 from components.common.registry.signing import SigningKey
@@ -43,6 +45,9 @@ FORMAT = "dynamo-blob.purge-report/1"
 _BATCH = 512
 _SAMPLE = 64
 _ROUNDS = 5
+_ASK_S = 0.5
+_SILENT_S = 86400.0
+"""A worker that has said nothing for so long and is silent was killed: its object goes."""
 
 
 class PurgeConfig(Config):
@@ -54,12 +59,17 @@ class PurgeConfig(Config):
     older_than_s: float = Field(0.0, ge=0, description="only objects written longer ago, seconds; 0 = everything")
     salt_key_file: str = Field("", description="the tenant's salt key, replaced by a fresh one; empty = not done")
     settle_s: float = Field(50.0, ge=0, description="epochs_stale_s + store_deadline_s of the workers, seconds")
+    overdue_s: float = Field(
+        120.0,
+        ge=0,
+        description="seconds to wait for puts that workers report as past their deadline and still on their way",
+    )
     probe_s: float = Field(300.0, gt=0, description="seconds the proving process may take")
 
 
 @dataclass
 class State:
-    """What survives a kill. `phase`: raise, rotate, delete, settle, prove, done."""
+    """What survives a kill. `phase`: raise, rotate, delete, settle, overdue, prove, done."""
 
     id: str
     tenant: str
@@ -95,10 +105,11 @@ class Purge:
             self._raise(state)
             self._rotate(state)
         self._enter(state, "delete")
-        first = self._delete(state)
+        self._delete(state)
         if not self.config.older_than_s:
             self._enter(state, "settle")
             self._settle(state)
+        workers = Workers([], {}, {}) if self.config.older_than_s else self._ask(state)
         proof: dict[str, Any] = {}
         for round_ in range(_ROUNDS):
             self._enter(state, "prove")
@@ -113,7 +124,7 @@ class Purge:
                 where=self._where(), why=json.dumps(proof)[:500],
                 do="a writer outlives its deadlines or cannot read _control/epochs.json: stop it, then call purge again", probe=proof,
             )  # fmt: skip
-        return self._report(state, proof, first)
+        return self._report(state, proof, workers)
 
     # --- phases
 
@@ -181,6 +192,21 @@ class Purge:
         if left > 0:
             time.sleep(min(left, self.config.settle_s))
 
+    def _ask(self, state: State) -> Workers:
+        """What the workers say, once none has an older put under way. Raises KV-PURGE-UNPROVEN after `overdue_s`."""
+        end = time.monotonic() + self.config.overdue_s
+        while (found := asked(self.store, self.tenant, state.generation)).waiting:
+            if state.phase != "overdue":
+                self._enter(state, "overdue")
+            if time.monotonic() >= end:
+                raise DynamoBlobError(
+                    "KV-PURGE-UNPROVEN", f"puts for tenant '{self.config.tenant}' from before the purge are still under way",
+                    where=self._where(), why="; ".join(f"{w}: {n} put{'s' * (n > 1)}" for w, n in found.waiting.items()),
+                    do="the store or the network holds them: call purge again later, or end these workers",
+                )  # fmt: skip
+            time.sleep(_ASK_S)
+        return found
+
     def _delete(self, state: State) -> int:
         """One pass over every container; objects deleted. Progress is saved per batch."""
         done, newest = 0, self.store.read_epochs().get(self.tenant, 0)
@@ -234,7 +260,7 @@ class Purge:
             return {"clean": False, "error": "the proving process is this one"}
         return dict(found)
 
-    def _report(self, state: State, proof: dict[str, Any], first: int) -> dict[str, Any]:
+    def _report(self, state: State, proof: dict[str, Any], workers: Workers) -> dict[str, Any]:
         finished, protection = time.time(), self.store.protection()
         report = {
             "format": FORMAT, "id": state.id, "tenant": self.config.tenant, "tenant_hash": self.tenant,
@@ -243,10 +269,13 @@ class Purge:
             "deleted": state.deleted, "deleted_bytes": state.deleted_bytes, "late": state.late, "resumed": state.resumed,
             "salt_key": "rotated" if state.rotated else "kept", "memory": _memory(state, self.config),
             "protection": protection, "recoverable": recoverable(protection, finished), "probe": proof,
+            "workers": {"confirmed": workers.confirmed, "silent": workers.silent},
         }  # fmt: skip
         signed = self._key.sign(report)
         self.store.write(f"{PURGE_PREFIX}{state.id}.report.json", signed)
         self._enter(state, "done")
+        dead = [f"{WORKERS_PREFIX}{w}.json" for w, at in workers.silent.items() if finished - at > _SILENT_S]
+        self.store.delete(self.store.control, dead)
         return dict(json.loads(signed))
 
     # --- state

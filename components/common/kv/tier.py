@@ -263,6 +263,7 @@ class DynamoBlobTier(SecondaryTierManager):
                 End(job_id, key, unit, reason, request, parent, end, time.monotonic())
             ),
             guard=lambda: self._opened.current(tenant, namespace),
+            flight=self._opened.flight(request.cls, name) if store else None,
         )  # fmt: skip
 
     def get_finished_jobs(self) -> Iterable[JobResult]:

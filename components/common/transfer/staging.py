@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,19 @@ _PAGE = 4096
 
 
 class Slot:
-    """One staging buffer: `view` (memoryview) and `array` (uint8) of `nbytes`, at `address`."""
+    """One staging buffer: `view` (memoryview) and `array` (uint8) of `nbytes`, at `address`.
 
-    __slots__ = ("address", "array", "index", "nbytes", "pool", "view")
+    `over`: called once, by the transport, when an overdue transfer of this slot has ended after all.
+    """
+
+    __slots__ = ("address", "array", "index", "nbytes", "over", "pool", "view")
 
     def __init__(self, pool: StagingPool, index: int, array: np.ndarray[Any, Any]) -> None:
         self.pool, self.index, self.array = pool, index, array
         self.view = memoryview(array)  # type: ignore[arg-type]
         self.address = int(array.ctypes.data)
         self.nbytes = int(array.nbytes)
+        self.over: Callable[[], object] | None = None
 
 
 class StagingPool:
@@ -82,6 +87,9 @@ class StagingPool:
 
     def cleared(self, slot: Slot) -> None:
         """The overdue transfer is over: the slot is as good as any."""
+        over, slot.over = slot.over, None
+        if over is not None:
+            over()
         with self._ready:
             self._quarantined.discard(slot.index)
             self._free.append(slot)
