@@ -279,6 +279,68 @@ def test_two_purges_at_once_end_in_one_clean_state(azurite: KvAzurite, store: Kv
     assert len(reports) == 2 and all(r["probe"]["clean"] for r in reports) and there(store) == set()
 
 
+def test_a_purge_begun_while_another_of_the_tenant_runs_has_a_report_of_its_own(
+    azurite: KvAzurite, store: KvStore
+) -> None:
+    plan, reports = config(azurite, store, settle_s=0), []
+
+    def step(phase: str, _: State) -> None:
+        if phase == "settle":
+            reports.append(Purge(plan, store, KEY).run())
+
+    reports.append(Purge(plan, store, KEY, step=step).run())
+    stored = [store.read(f"{PURGE_PREFIX}{r['id']}.report.json")[0] or b"{}" for r in reports]
+    assert [json.loads(s) for s in stored] == reports and [r["generation"] for r in reports] == [2, 1]
+    assert all(r["probe"]["clean"] for r in reports)
+
+
+def test_a_salt_key_that_cannot_be_replaced_is_refused_before_anything_is_changed(
+    azurite: KvAzurite, store: KvStore
+) -> None:
+    put(store, name("acme", 1))
+    with pytest.raises(
+        DynamoBlobError, match="TENANTS-SALT-KEY-FIXED"
+    ) as e:  # like a mounted Secret: no file can be made there
+        Purge(config(azurite, store, salt_key_file="/proc/self/acme.salt"), store, KEY).run()
+    assert "--keep-key" in e.value.do
+    assert there(store) == {name("acme", 1)} and store.read_epochs() == {} and not list(store.list(store.control, "_"))
+    assert Purge(config(azurite, store), store, KEY).run()["salt_key"] == "kept"
+
+
+def test_an_object_computed_again_during_an_age_purge_is_not_one_that_stayed(
+    azurite: KvAzurite, store: KvStore
+) -> None:
+    put(store, name("acme", "old"))
+    time.sleep(2.2)
+
+    def step(phase: str, _: State) -> None:
+        if phase == "prove":  # deleted, and by now somebody computed it anew: by age, its name is the same
+            put(store, name("acme", "old"))
+
+    report = Purge(config(azurite, store, older_than_s=1), store, KEY, step=step).run()
+    assert (report["deleted"], report["probe"]["newer"], report["probe"]["asked"]) == (1, 1, 1)
+
+
+def test_an_object_with_snapshots_goes_with_them_and_one_that_cannot_go_keeps_no_other(
+    azurite: KvAzurite, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("components.common.kv.purge._BATCH", 2)
+    names = sorted(name("acme", i) for i in range(6))
+    for blob in names:
+        put(store, blob)
+    store.account.blob(store.control, names[0]).create_snapshot()
+    held = store.account.blob(store.control, names[1]).acquire_lease()
+    with pytest.raises(DynamoBlobError, match="1 objects cannot be deleted"):
+        Purge(config(azurite, store), store, KEY).run()
+    assert there(store) == {names[1]}
+    held.release()
+    report = Purge(config(azurite, store), store, KEY).run()
+    kept = store.account.container(store.control).list_blobs(
+        name_starts_with=tenant_hash("acme"), include=["snapshots"]
+    )
+    assert (report["deleted"], report["resumed"]) == (6, 1) and list(kept) == []
+
+
 @pytest.mark.parametrize(
     ("protection", "until"),
     [

@@ -68,7 +68,11 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
                     examples += [f"{container}/{info.name}"] if len(examples) < _SHOWN else []
                 else:
                     newer += 1
-        there = [f"{c}/{n}" for c, n in config.absent if account.find(c, n) is not None]
+        again = [(c, n, account.find(c, n)) for c, n in config.absent]
+        there = [  # by age: what was computed anew since has its old name, and is young
+            f"{c}/{n}" for c, n, found in again
+            if found is not None and (config.modified_before <= 0 or found.modified <= config.modified_before)
+        ]  # fmt: skip
         return {
             "pid": os.getpid(), "at": time.time(), "containers": list(config.containers), "old": old, "newer": newer,
             "asked": len(config.absent), "still_there": there[:_SHOWN], "examples": examples, "generation": generation,

@@ -36,7 +36,7 @@ from components.common.kv.fence import Workers, asked
 from components.common.kv.probe import ProbeConfig, is_old
 from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import tenant_hash
-from components.common.messages.tenants import rotate_salt_key
+from components.common.messages.tenants import can_rotate, rotate_salt_key
 from components.common.registry.signing import SigningKey
 from components.common.storage.config import AccountConfig
 from components.common.storage.errors import StorageError
@@ -99,7 +99,12 @@ class Purge:
         self._containers = tuple(dict.fromkeys((config.control, *config.containers)))
 
     def run(self) -> dict[str, Any]:
-        """The signed report. Raises KV-PURGE-UNPROVEN, StorageError; either way the next call goes on where this one stopped."""
+        """The signed report. Raises KV-PURGE-UNPROVEN, StorageError; either way the next call goes on where this one stopped.
+
+        Raises TENANTS-SALT-KEY-FIXED before anything was changed.
+        """
+        if self.config.salt_key_file and not self.config.older_than_s:
+            can_rotate(Path(self.config.salt_key_file))
         state = self._begin()
         if not self.config.older_than_s:
             self._raise(state)
@@ -134,6 +139,7 @@ class Purge:
             state = State(**json.loads(raw))
             if state.phase != "done":
                 state.resumed += 1
+                state.id = uuid.uuid4().hex  # the first attempt may still be running: each has a report of its own
                 if self.config.older_than_s:  # the age asked for now; what is recomputed meanwhile has its old name
                     state.sample = []
                     self._date(state)
@@ -210,28 +216,30 @@ class Purge:
     def _delete(self, state: State) -> int:
         """One pass over every container; objects deleted. Progress is saved per batch."""
         done, newest = 0, self.store.read_epochs().get(self.tenant, 0)
+        failed: dict[str, str] = {}
         for container in self._containers:
             batch: list[tuple[str, int]] = []
             for info in self.store.list(container, f"{self.tenant}/"):
                 if is_old(info.name, info.modified, state.generation, newest, state.cutoff):
                     batch.append((info.name, info.size))
                 if len(batch) >= _BATCH:
-                    done += self._delete_batch(state, container, batch)
+                    done += self._delete_batch(state, container, batch, failed)
                     batch = []
-            done += self._delete_batch(state, container, batch)
+            done += self._delete_batch(state, container, batch, failed)
+        if failed:  # said at the end: one that cannot be deleted keeps no other
+            uri, why = next(iter(failed.items()))
+            raise StorageError(
+                why, f"{len(failed)} objects cannot be deleted", where=uri, why="see the code; the purge is not over, all others are gone",
+                do="call purge again: it goes on where it stopped",
+            )  # fmt: skip
         return done
 
-    def _delete_batch(self, state: State, container: str, batch: list[tuple[str, int]]) -> int:
+    def _delete_batch(self, state: State, container: str, batch: list[tuple[str, int]], failed: dict[str, str]) -> int:
         if not batch:
             return 0
         sizes = dict(batch)
         done = self.store.delete(container, sizes)
-        if done.failed:
-            name, why = next(iter(done.failed.items()))
-            raise StorageError(
-                why, f"{len(done.failed)} of {len(batch)} objects cannot be deleted", where=self.store.account.uri(container, name),
-                why="see the code; the purge is not over", do="call purge again: it goes on where it stopped",
-            )  # fmt: skip
+        failed |= {self.store.account.uri(container, name): why for name, why in done.failed.items()}
         state.deleted += len(done.deleted)
         state.deleted_bytes += sum(sizes[n] for n in done.deleted)
         room = _SAMPLE - len(state.sample)
@@ -297,15 +305,15 @@ def recoverable(protection: dict[str, Any], at: float) -> dict[str, Any]:
 
     `until`: Unix seconds, 0 = not at all, -1 = no end known.
     """
-    if not protection["known"]:
-        return {
-            "until": -1,
-            "why": f"the account would not say ({protection.get('why', '')}): recoverable until proven otherwise",
-        }
     if protection["versioning"]:
         return {
             "until": -1,
             "why": "blob versioning keeps what was deleted until a lifecycle rule removes old versions",
+        }
+    if not protection["known"]:
+        return {
+            "until": -1,
+            "why": f"the account would not say ({protection.get('why', '')}): recoverable until proven otherwise",
         }
     if protection["soft_delete_days"]:
         days = protection["soft_delete_days"]

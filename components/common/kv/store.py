@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -87,7 +88,8 @@ class KvStore:
     def _delete_one(self, container: str, name: str) -> tuple[str, str | None]:
         try:
             self.requests["delete"] += 1
-            self.account.delete(container, name)
+            with self.account.errors(container, name):  # a blob that has snapshots cannot be deleted without them
+                self.account.blob(container, name).delete_blob(delete_snapshots="include")
             return name, None
         except StorageError as e:
             return name, "" if e.code in ("STORAGE-NOT-FOUND", "STORAGE-NO-CONTAINER") else e.code
@@ -163,15 +165,26 @@ class KvStore:
             self.account.blob(self.control, name).upload_blob(data, length=len(data), overwrite=True)
 
     def protection(self) -> dict[str, Any]:
-        """What keeps deleted data alive: {soft_delete_days, versioning, known}. `known` False: the account would not say."""
+        """What keeps deleted data alive: {soft_delete_days, versioning, known}. `known` False: `why` says what is not.
+
+        The data plane has no property for versioning: a write is answered with a version, or it is not.
+        """
+        out: dict[str, Any] = {"soft_delete_days": 0, "versioning": False, "known": True}
         try:
             with self.account.errors(""):
-                p = self.account.service.get_service_properties()
-            policy = p.get("delete_retention_policy")
-            days = int(policy.days or 0) if policy is not None and policy.enabled else 0
-            return {"soft_delete_days": days, "versioning": bool(p.get("is_versioning_enabled", False)), "known": True}
+                policy = self.account.service.get_service_properties().get("delete_retention_policy")
+            out["soft_delete_days"] = int(policy.days or 0) if policy is not None and policy.enabled else 0
         except StorageError as e:
-            return {"soft_delete_days": 0, "versioning": False, "known": False, "why": e.code}
+            out |= {"known": False, "why": f"soft delete: {e.code}"}
+        name = f"{PURGE_PREFIX}{uuid.uuid4().hex}.probe"
+        try:
+            with self.account.errors(self.control, name):
+                answer = self.account.blob(self.control, name).upload_blob(b"", length=0)
+            out["versioning"] = bool(answer.get("version_id"))
+            self._delete_one(self.control, name)
+        except StorageError as e:
+            out |= {"known": False, "why": "; ".join(filter(None, (out.get("why"), f"versioning: {e.code}")))}
+        return out
 
     def _uri(self, name: str) -> str:
         return self.account.uri(self.control, name)

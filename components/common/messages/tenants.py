@@ -23,6 +23,7 @@ import hmac
 import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -234,6 +235,21 @@ def rotate_salt_key(path: Path) -> None:
     finally:
         os.close(handle)
     os.replace(temporary, path)
+
+
+def can_rotate(path: Path) -> None:
+    """Whether `rotate_salt_key` could replace this key; changes nothing. Raises TENANTS-SALT-KEY-FIXED."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        os.unlink(temporary)
+    except OSError as e:
+        raise DynamoBlobError(
+            "TENANTS-SALT-KEY-FIXED", "the tenant's salt key cannot be replaced from here", where=str(path),
+            why=f"{e.strerror or e}: a mounted Secret is read-only",
+            do="replace the key where it is kept (kubectl create secret … | kubectl apply -f -), wait until the gateway has it, then purge with --keep-key",
+        ) from None  # fmt: skip
 
 
 def stamp(path: Path | str, known: TenantsFile | None = None) -> tuple[tuple[str, int, int, int, int], ...]:
