@@ -156,7 +156,8 @@ def announcing(args: argparse.Namespace, config: PurgeConfig, refresh_s: float) 
 def progress(settle_s: float) -> Any:
     words = {
         "resume": "going on with a purge that was interrupted", "raise": "raising the tenant's generation", "rotate": "rotating its salt key",
-        "delete": "deleting", "settle": f"waiting for puts in flight (up to {settle_s:.0f} s)", "prove": "proving from a fresh process",
+        "delete": "deleting", "settle": f"waiting for puts in flight (up to {settle_s:.0f} s)",
+        "overdue": "waiting for puts that are past their deadline and still under way", "prove": "proving from a fresh process",
     }  # fmt: skip
 
     def step(phase: str, state: State) -> None:
@@ -171,6 +172,15 @@ def progress(settle_s: float) -> Any:
     return step
 
 
+def workers(found: dict[str, Any]) -> str:
+    """What the workers said of their puts, in words."""
+    text = f"{len(found['confirmed'])} confirmed that no older put of theirs is under way"
+    if found["silent"]:
+        names = ", ".join(sorted(found["silent"]))
+        text += f"; silent, killed or cut off: {names} (what one still had under way can only land under the old generation: unreachable, swept)"
+    return text
+
+
 def summary(report: dict[str, Any]) -> str:
     until = report["recoverable"]["until"]
     kept = "not recoverable" if not until else "recoverable, no end known" if until < 0 else f"recoverable until {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(until))}"  # fmt: skip
@@ -179,6 +189,7 @@ def summary(report: dict[str, Any]) -> str:
             f"purged tenant {report['tenant']}: {report['deleted']} objects, {report['deleted_bytes'] / 1e6:.1f} MB, {report['late']} of them late puts",
             f"  proof       process {report['probe']['pid']} listed {', '.join(report['containers'])}: {report['probe']['old']} left, "
             f"{report['probe']['newer']} written since; asked for {report['probe']['asked']} deleted names: none there",
+            f"  workers     {workers(report['workers'])}",
             f"  memory      {report['memory']}",
             f"  afterwards  {kept}: {report['recoverable']['why']}",
             f"  report      {report['id']}, signed by {report['key'][:16]}…",

@@ -241,3 +241,15 @@ def test_replay_counts_what_a_ttl_costs() -> None:
     assert (
         short.seconds_saved < long.seconds_saved and short.held_gb_hours < long.held_gb_hours and short.deleted_ttl > 0
     )
+
+
+@pytest.mark.parametrize("present", ["x", ""])
+def test_classes_that_the_file_no_longer_has_share_the_budget_of_the_default_class(present: str) -> None:
+    now = [1000.0]
+    c = Catalogue(64, clock=lambda: now[0])
+    for n in range(9):
+        now[0] += 1
+        c.note_put(name(n), 1, ("gone1", "gone2", present or "gone1")[n % 3], 1.0)
+    assert survivors(c, Lru(), 4, now[0]) == {name(n) for n in (5, 6, 7, 8)}, (
+        "four bytes in all, not four for each name"
+    )

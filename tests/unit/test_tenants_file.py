@@ -105,10 +105,22 @@ def test_placement_by_salt(tmp_path: Path) -> None:
 
 
 def test_lifecycle_backs_every_class_up_and_never_under_a_day(tmp_path: Path) -> None:
-    rules = Classes.of_file(TenantsFile.load(write(tmp_path)), "kv").lifecycle()["rules"]
-    assert isinstance(rules, list) and {r["name"] for r in rules} == {"kv-long-backstop", "kv-std-backstop"}
+    classes = {
+        **GOOD["classes"], "slow": {"ttl_s": 10, "max_ttl_s": 9.5 * 86400, "bytes": 5}, "slower": {"ttl_s": 10, "max_ttl_s": 2 * 86400, "bytes": 5, "container": "kv-long"},
+    }  # fmt: skip
+    rules = Classes.of_file(TenantsFile.load(write(tmp_path, classes=classes)), "kv").lifecycle()["rules"]
+    assert isinstance(rules, list)
+    days: dict[str, int] = {}
     for r in rules:
-        assert r["definition"]["actions"]["baseBlob"]["delete"]["daysAfterModificationGreaterThan"] >= 1
+        prefixes = r["definition"]["filters"]["prefixMatch"]
+        assert 0 < len(prefixes) <= 10, "the service takes ten"
+        for prefix in prefixes:
+            assert prefix not in days, "of two rules for one prefix the shorter would win"
+            days[prefix] = r["definition"]["actions"]["baseBlob"]["delete"]["daysAfterModificationGreaterThan"]
+    assert days == {f"{c}/{d}": n for c, n in (("kv", 11), ("kv-long", 3)) for d in "0123456789abcdef"}
+    assert not any(f"{c}/_control/epochs.json".startswith(p) for c in ("kv", "kv-long") for p in days)
+    assert len({r["name"] for r in rules}) == len(rules)
+    assert all(n >= 1 for n in days.values())
 
 
 def test_an_unset_variable_is_no_tenant_to_purge(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from components.common.errors import DynamoBlobError
 from components.common.kv.build import kv_params_for
 from components.common.kv.chain import block_hashes, chunk_hashes
-from components.common.kv.classes import classes_of, home_of
+from components.common.kv.classes import home_of
 from components.common.kv.config import KvTiersConfig
+from components.common.kv.containers import known
 from components.common.kv.journal import JournalWriter
 from components.common.kv.keys import Namespace
 from components.common.kv.quarantine import Mark, Quarantine, condemn, owner
@@ -72,7 +73,6 @@ class Shadow:
         self._block = int(llm.vllm_config.cache_config.block_size)
         self._chunk = self._block * config.blocks_per_chunk
         self._account = Account(config.account)
-        self._containers = sorted(set(classes_of(config).containers().values()))
         self._store = KvStore(self._account, home_of(config))
         self._journal = JournalWriter(self._store, f"{worker}-shadow")
         self.checker = ShadowChecker(
@@ -117,7 +117,7 @@ class Shadow:
         ]
         spaces = [Namespace.model_validate_json(n) for n in notes]
         names = quarantine(
-            self._store, self._containers, tenant, spaces, keys,
+            self._store, known(self._store), tenant, spaces, keys,
             lambda name, reason: self._journal.add("g", name, reason, f"{time.time():.3f}"),
         )  # fmt: skip
         self._journal.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -44,12 +45,21 @@ class Classes:
         """Without a tenants file: everything is kept as one class ``default``."""
         return cls({"default": RetentionClass(ttl_s=ttl_s, max_ttl_s=max_ttl_s, bytes=nbytes)}, "default", kv_container)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Classes) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def items(self) -> list[tuple[str, RetentionClass]]:
         return list(self._classes.items())
 
     def get(self, name: str) -> RetentionClass:
         """A class by name; a name not (or no longer) in the file is treated as the default class."""
-        return self._classes.get(name, self._classes[self.default])
+        return self._classes[self.effective(name)]
+
+    def effective(self, name: str) -> str:
+        """The class whose TTL and budget rule objects of `name`: itself, or the default class, whose budget they share."""
+        return name if name in self._classes else self.default
 
     def container(self, name: str) -> str:
         """Container of a class; empty for an ephemeral one."""
@@ -82,17 +92,26 @@ class Classes:
         return min(max(last_hit, created) + c.ttl_s, created + c.max_ttl_s)
 
     def lifecycle(self, least_days: int = 1) -> dict[str, object]:
-        """Azure lifecycle management policy as the backstop for a sweeper that does not run (its grain is a day)."""
+        """Azure lifecycle management policy as the backstop for a sweeper that does not run (its grain is a day).
+
+        Classes that share a container share its rules, with the longest `max_ttl_s`: the service would apply the
+        shortest. Prefixes are the first digits of tenants, so nothing under ``_control/`` ever matches; a rule may
+        have ten of them at most, so a container takes two rules.
+        """
+        seconds: dict[str, float] = {}
+        for name, container in self.containers().items():
+            seconds[container] = max(seconds.get(container, 0.0), self.get(name).max_ttl_s)
         rules = []
-        for name, container in sorted(self.containers().items()):
-            days = max(least_days, -(-int(self.get(name).max_ttl_s) // 86400) + 1)
-            rules.append({
-                "enabled": True, "name": f"kv-{name}-backstop", "type": "Lifecycle",
-                "definition": {
-                    "filters": {"blobTypes": ["blockBlob"], "prefixMatch": [f"{container}/"]},
-                    "actions": {"baseBlob": {"delete": {"daysAfterModificationGreaterThan": days}}},
-                },
-            })  # fmt: skip
+        for container, longest in sorted(seconds.items()):
+            days = max(least_days, math.ceil(longest / 86400) + 1)
+            for part in ("01234567", "89abcdef"):
+                rules.append({
+                    "enabled": True, "name": f"{container}-{part[0]}-backstop", "type": "Lifecycle",
+                    "definition": {
+                        "filters": {"blobTypes": ["blockBlob"], "prefixMatch": [f"{container}/{digit}" for digit in part]},
+                        "actions": {"baseBlob": {"delete": {"daysAfterModificationGreaterThan": days}}},
+                    },
+                })  # fmt: skip
         return {"rules": rules}
 
 

@@ -56,6 +56,8 @@ def why_no_hits(status: Mapping[str, Any]) -> list[str]:
     for way in ("read", "write"):
         if transport.get(f"{way}_breaker_open"):
             out.append(f"{way}s are off: the store failed too often and is probed in the background")
+    if status.get("tenants_file"):
+        out.append(f"the tenants file is not in force as it stands: {status['tenants_file']}")
     if misses.get("generation_unknown") and not hits(status):
         out.append(REASONS["generation_unknown"])
     if hits(status):

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from components.common.errors import DynamoBlobError
-from components.common.kv.classes import classes_of, home_of
+from components.common.kv.classes import Classes, home_of
 from components.common.kv.config import KvTiersConfig
+from components.common.kv.containers import remember
 from components.common.kv.epochs import Epochs
 from components.common.kv.fence import Fence, Flight
 from components.common.kv.index import Index
 from components.common.kv.journal import SharedIndex
 from components.common.kv.keys import Namespace
 from components.common.kv.objects import HEADER_BYTES
+from components.common.kv.reload import Follower, Watched
 from components.common.kv.store import KvStore
 from components.common.kv.stores import (
     BlobNotes,
@@ -45,9 +47,11 @@ _CATALOGUE = 1 << 18
 class Opened:
     pool: StagingPool
     transports: dict[str, Transport]
-    container_of: Callable[[str], str]
-    """Container (or "dir") of a retention class; empty = KV of this class stays in HBM and DRAM."""
-    default_class: str = "default"
+    classes: Classes
+    """Those of now: replaced as a whole when the tenants file changes."""
+    directory: bool = False
+    """Everything goes to the one transport "dir"."""
+    follower: Follower | None = None
     epochs: Epochs | None = None
     index: Index | None = None
     mac_key: bytes | None = None
@@ -55,6 +59,21 @@ class Opened:
     listener: Listener | None = None
     fence: Fence | None = None
     closers: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def default_class(self) -> str:
+        return self.classes.default
+
+    @property
+    def problem(self) -> str:
+        """Why the tenants file is not in force as it stands; empty when it is."""
+        return self.follower.problem if self.follower else ""
+
+    def container_of(self, cls: str) -> str:
+        """Container (or "dir") of a retention class; empty = KV of this class stays in HBM and DRAM."""
+        if self.directory:
+            return "" if self.classes.get(cls).ephemeral else "dir"
+        return self.classes.container(cls)
 
     def transport(self, cls: str) -> Transport | None:
         return self.transports.get(self.container_of(cls))
@@ -65,9 +84,11 @@ class Opened:
     def current(self, tenant: str, namespace: str) -> bool:
         return self.epochs is None or self.epochs.current(tenant, namespace)
 
-    def flight(self, cls: str, name: str) -> Flight | None:
+    def flight(self, transport: Transport, name: str) -> Flight | None:
         """Follows one put, so that a purge can ask for it; None where purges do not ask."""
-        return None if self.fence is None else self.fence.flight(self.container_of(cls), name)
+        if self.fence is None:
+            return None
+        return self.fence.flight(next(c for c, t in self.transports.items() if t is transport), name)
 
     def others(self) -> list[dict[str, Any]]:
         return list(self.note.found) if self.note else []
@@ -88,6 +109,8 @@ class Opened:
     def close(self, drain_s: float) -> bool:
         if self.note is not None:
             self.note.close()
+        if self.follower is not None:
+            self.follower.close()
         drained = all([t.close(drain_s) for t in self.transports.values()])
         if self.fence is not None:
             self.fence.close(drained)
@@ -118,14 +141,10 @@ def open_tier(
     if store == "posix":
         transport = posix_transport(config.nvme_dir, pool, config)
         notes: Notes = DirectoryNotes(Path(config.nvme_dir))
-        classes = classes_of(config)
-        opened = Opened(
-            pool,
-            {"dir": transport},
-            lambda cls: "" if classes.get(cls).ephemeral else "dir",
-            classes.default,
-            mac_key=key,
-        )
+        watched = Watched(config.tenants_file, config.container)
+        opened = Opened(pool, {"dir": transport}, watched.classes, directory=True, mac_key=key)
+        if config.tenants_file:
+            opened.follower = Follower(watched, lambda new: setattr(opened, "classes", new), config.epochs_refresh_s)
         opened.note = Others(notes, namespaces)
         if config.account is not None:  # a purge is one: its generations rule the directory too
             _follow_purges(opened, config)
@@ -155,17 +174,19 @@ FIRST_READ_S = 3.0
 
 def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namespace], worker: str) -> Opened:
     assert config.account is not None
-    account, classes = Account(config.account), classes_of(config)
-    containers = sorted(set(classes.containers().values()))
-    transports = {c: blob_transport(account, c, pool, config) for c in containers}
+    account, watched = Account(config.account), Watched(config.tenants_file, config.container)
+    classes = watched.classes
+    transports = {c: blob_transport(account, c, pool, config) for c in sorted(set(classes.containers().values()))}
     home = home_of(config)
     control = KvStore(account, home, threads=1)
     index = SharedIndex(control, worker, capacity=_CATALOGUE).start()
     fence = Fence(control, worker)
 
     def generations() -> dict[str, int]:
-        """Until this worker is known to those who purge it knows no generation, and puts nothing."""
-        fence.register()
+        """Until this worker and its containers are known to those who purge it knows no generation, and puts nothing."""
+        if not fence.registered:
+            remember(control, classes.containers().values())
+            fence.register()
         return control.read_epochs()
 
     def raised(tenant: str, generation: int) -> None:
@@ -177,13 +198,28 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
     ).start()  # fmt: skip
     fence.start(epochs.generation)
     epochs.wait_first(FIRST_READ_S)
-    opened = Opened(pool, transports, lambda cls: classes.container(cls or classes.default), epochs=epochs, fence=fence)
+    opened = Opened(pool, transports, classes, epochs=epochs, fence=fence)
+
+    def enter(new: Classes) -> None:
+        """Classes of a changed file. A container that was dropped keeps its transport: requests under way use it."""
+        fresh = sorted(set(new.containers().values()) - opened.transports.keys())
+        for container in fresh:
+            account.probe(container)
+        remember(control, fresh)
+        more = {c: blob_transport(account, c, pool, config) for c in fresh}
+        for transport in more.values():
+            leave_at_exit(transport)
+        opened.transports = {**opened.transports, **more}
+        opened.classes = new
+
+    if config.tenants_file:
+        opened.follower = Follower(watched, enter, config.epochs_refresh_s)
     opened.note = Others(BlobNotes(account, home), namespaces)
     opened.closers = [epochs.close, index.close, control.close, account.close]
     if config.announce:
         opened.listener = Listener(config.announce, "purged", lambda _: epochs.look_now(), f"{worker} tiers").start()
         opened.closers.insert(0, opened.listener.close)
-    opened.index, opened.default_class = index, classes.default
+    opened.index = index
     return opened
 
 

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from components.common.config import Config
 from components.common.errors import DynamoBlobError
+from components.common.kv.containers import known
 from components.common.kv.epochs import generation_of
 from components.common.kv.store import KvStore
 from components.common.storage.account import Account
@@ -61,7 +62,8 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         old = newer = 0
         examples: list[str] = []
         generation = store.read_epochs().get(config.tenant, 0)
-        for container in config.containers:
+        containers = tuple(dict.fromkeys((*config.containers, *known(store))))
+        for container in containers:
             for info in store.list(container, f"{config.tenant}/"):
                 if is_old(info.name, info.modified, config.generation, generation, config.modified_before):
                     old += 1
@@ -74,7 +76,7 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
             if found is not None and (config.modified_before <= 0 or found.modified <= config.modified_before)
         ]  # fmt: skip
         return {
-            "pid": os.getpid(), "at": time.time(), "containers": list(config.containers), "old": old, "newer": newer,
+            "pid": os.getpid(), "at": time.time(), "containers": list(containers), "old": old, "newer": newer,
             "asked": len(config.absent), "still_there": there[:_SHOWN], "examples": examples, "generation": generation,
             "clean": old == 0 and not there and generation >= config.generation,
         }  # fmt: skip

@@ -32,6 +32,7 @@ from pydantic import Field
 
 from components.common.config import Config
 from components.common.errors import DynamoBlobError
+from components.common.kv.containers import known, remember
 from components.common.kv.fence import Workers, asked
 from components.common.kv.probe import ProbeConfig, is_old
 from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
@@ -53,7 +54,7 @@ _SILENT_S = 86400.0
 class PurgeConfig(Config):
     account: AccountConfig = Field(description="KV account, identity with delete rights")
     control: str = Field(description="the graph's KV container")
-    containers: tuple[str, ...] = Field(description="every container that may hold the tenant's objects")
+    containers: tuple[str, ...] = Field(description="containers of the classes of now; those on record are added")
     tenant: str = Field(description="tenant's name")
     tenant_hash: str = Field("", description="32 hex; empty = derived from the name (PUBLIC = unsalted traffic)")
     older_than_s: float = Field(0.0, ge=0, description="only objects written longer ago, seconds; 0 = everything")
@@ -105,6 +106,7 @@ class Purge:
         """
         if self.config.salt_key_file and not self.config.older_than_s:
             can_rotate(Path(self.config.salt_key_file))
+        remember(self.store, self._containers)
         state = self._begin()
         if not self.config.older_than_s:
             self._raise(state)
@@ -176,6 +178,7 @@ class Purge:
 
     def _known(self, state: State) -> list[tuple[str, str]]:
         """Up to _SAMPLE / 2 (container, name) that this purge must make disappear; the first ones of each container."""
+        self._containers = tuple(dict.fromkeys((*self._containers, *known(self.store))))
         newest, each = self.store.read_epochs().get(self.tenant, 0), _SAMPLE // 2 // len(self._containers) or 1
         out: list[tuple[str, str]] = []
         for container in self._containers:
@@ -215,6 +218,7 @@ class Purge:
 
     def _delete(self, state: State) -> int:
         """One pass over every container; objects deleted. Progress is saved per batch."""
+        self._containers = tuple(dict.fromkeys((*self._containers, *known(self.store))))
         done, newest = 0, self.store.read_epochs().get(self.tenant, 0)
         failed: dict[str, str] = {}
         for container in self._containers:

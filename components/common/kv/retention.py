@@ -265,14 +265,17 @@ def verdict(
     max_ttl = np.array([r.max_ttl_s for r in rules])[rows.cls]
     dead = now >= np.minimum(np.maximum(rows.last_hit, rows.created) + ttl, rows.created + max_ttl)
     reason = np.where(dead, 1, 0)
-    held = np.bincount(rows.cls, np.where(dead, 0, rows.nbytes), minlength=len(rows.classes))
+    lead: dict[str, int] = {}
+    shared = [lead.setdefault(classes.effective(c), i) for i, c in enumerate(rows.classes)]
+    owner = np.array(shared)[rows.cls]  # classes that the file does not know share the default's budget
+    held = np.bincount(owner, np.where(dead, 0, rows.nbytes), minlength=len(rows.classes))
     over = {c: held[c] - rule.bytes for c, rule in enumerate(rules) if held[c] > rule.bytes}
     kept = held.sum() - sum(over.values())
     if over or (total_bytes is not None and kept > total_bytes):
         rank, depth = policy.rank(rows, now), depths(rows.parent_rows())
         order = np.lexsort((-depth, rank))
         for c, excess in over.items():
-            _give_up(order[(rows.cls[order] == c) & ~dead[order]], rows.nbytes, excess, reason)
+            _give_up(order[(owner[order] == c) & ~dead[order]], rows.nbytes, excess, reason)
         if total_bytes is not None:
             left = order[reason[order] == 0]
             _give_up(left, rows.nbytes, float(rows.nbytes[left].sum()) - total_bytes, reason)

@@ -8,6 +8,7 @@ Everything of ours besides objects lies under ``_control/`` in the graph's KV co
     _control/catalogue.snapshot      the catalogue, written by the sweeper
     _control/journal/<worker>.log    append blobs: puts, hits and losses of each worker
     _control/purges/<id>.json        state of a purge: resumable
+    _control/containers.json         every container ever used, ETag compare-and-swap (see containers.py)
     _control/workers/<worker>.json   what each worker says of its puts when a generation rose (see fence.py)
 
 Never on the request path.
@@ -35,6 +36,7 @@ SNAPSHOT_OBJECT = "_control/catalogue.snapshot"
 JOURNAL_PREFIX = "_control/journal/"
 PURGE_PREFIX = "_control/purges/"
 WORKERS_PREFIX = "_control/workers/"
+CONTAINERS_OBJECT = "_control/containers.json"
 _CAS_TRIES = 8
 
 

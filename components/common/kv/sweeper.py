@@ -29,15 +29,16 @@ import numpy as np
 from components.common.errors import DynamoBlobError
 from components.common.kv.catalogue import Catalogue, Entry, fragment
 from components.common.kv.classes import Classes
+from components.common.kv.containers import sweep_retired
 from components.common.kv.epochs import generation_of
 from components.common.kv.journal import JournalReader, snapshot
 from components.common.kv.keys import parse_name
+from components.common.kv.reload import Watched
 from components.common.kv.retention import Policy, ReuseModel, Worth, verdict
 from components.common.kv.snapshot import decode
 from components.common.kv.store import SNAPSHOT_OBJECT, KvStore, Lease
 from components.common.kv.sweeper_config import SweeperConfig
 from components.common.kv.sweeper_ops import Ops, State
-from components.common.messages.tenants import TenantsFile
 from components.common.storage.account import Account
 from components.common.storage.errors import StorageError
 
@@ -80,6 +81,10 @@ class Sweeper:
         self._listed_at = self._swept_at = 0.0
         self._based = self._leading = False
 
+    def reclass(self, classes: Classes) -> None:
+        """The tenants file changed. The next sweep lists first: what is where is asked anew."""
+        self.classes, self._listed_at = classes, 0.0
+
     def run_once(self) -> bool:
         """One sweep; False when standing by. Raises StorageError when the store does not answer."""
         if not self.lease.acquire():
@@ -92,6 +97,8 @@ class Sweeper:
         self._base()
         self.reader.read()
         if self._clock() - self._listed_at >= self.config.relist_s:
+            if not sweep_retired(self.store, self.classes, self._delete, self._clock(), self.config.most_deletes):
+                return False
             self.relist()
         if not self._late():
             return False
@@ -224,9 +231,13 @@ def run(config: SweeperConfig, stop: threading.Event) -> None:
     account = Account(config.account)
     store = KvStore(account, config.container)
     try:
-        sweeper = Sweeper(config, store, load_classes(config.tenants_file, config.container))
+        watched = Watched(config.tenants_file, config.container)
+        sweeper = Sweeper(config, store, watched.classes)
         while not stop.is_set():
             why = ""
+            if watched.look():
+                sweeper.reclass(watched.classes)
+            sweeper.counters["tenants_file_bad"] = int(bool(watched.problem))
             try:
                 sweeper.run_once()
             except StorageError as e:
@@ -262,10 +273,6 @@ def _kept(lease: Lease) -> bool:
         return lease.keep()
     except StorageError:
         return False
-
-
-def load_classes(tenants_file: str, container: str) -> Classes:
-    return Classes.of_file(TenantsFile.load(tenants_file), container) if tenants_file else Classes.single(container)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,7 @@ _PREFIX = "dynamo_blob_sweeper_"
 _GAUGES = {
     "objects": "objects the catalogue holds",
     "bytes": "bytes the catalogue holds",
+    "tenants_file_bad": "1 while the tenants file on disk is broken and the last good one rules",
     "leading": "1 while this sweeper holds the lease",
     "sweep_seconds": "seconds the last sweep took",
 }

@@ -216,7 +216,7 @@ class DynamoBlobTier(SecondaryTierManager):
         """Name to store a chunk under; None when it is not to be stored (counted)."""
         name = self._name(request, key, context) if request.transport is not None else None
         reason = ""
-        if request.transport is None:
+        if request.transport is None or self._opened.transport(request.cls) is None:  # also when it became so meanwhile
             reason = "ephemeral" if request.tenant else "tenant_invalid"
         elif name is None:
             reason = "generation_unknown"
@@ -262,8 +262,8 @@ class DynamoBlobTier(SecondaryTierManager):
             lambda unit, reason: self._ends.put(
                 End(job_id, key, unit, reason, request, parent, end, time.monotonic())
             ),
-            guard=lambda: self._opened.current(tenant, namespace),
-            flight=self._opened.flight(request.cls, name) if store else None,
+            guard=lambda: self._opened.current(tenant, namespace) and self._opened.transport(request.cls) is not None,
+            flight=self._opened.flight(request.transport, name) if store else None,
         )  # fmt: skip
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -349,6 +349,7 @@ class DynamoBlobTier(SecondaryTierManager):
             "writes": self._writes.status(),
             "queued": {"loads": self._mover.queued_loads, "stores": self._mover.queued_stores},
             "transport": self._opened.stats(),
+            "tenants_file": self._opened.problem,
         }
 
     def _write_status(self) -> None:
