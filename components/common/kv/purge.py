@@ -332,4 +332,4 @@ def _memory(state: State, config: PurgeConfig) -> str:
         return (
             "HBM and DRAM of workers: unreachable, the tenant's salt key was replaced; overwritten as memory is reused"
         )
-    return "HBM and DRAM of workers: NOT covered, the salt key was kept; restart the workers or rotate the key"
+    return "HBM and DRAM of workers: NOT covered, the salt key was kept; restart the workers, or replace the key before the purge"
