@@ -27,6 +27,7 @@ from tests.kvtools.manager import Scheduler
 from tests.kvtools.proxy import wait_for
 
 TENANT = tenant_hash("acme")
+LIMIT_S = 90.0
 RULE = {"ttl_s": 100, "max_ttl_s": 1000, "bytes": "1GiB"}
 
 
@@ -72,7 +73,7 @@ def bed(tmp_path: Path) -> Iterator[Bed]:
 def test_a_running_worker_follows_the_file_and_a_purge_finds_every_container_it_ever_used(bed: Bed) -> None:
     worker = Scheduler(kv.settings(shared(), container=bed.home, tenants_file=str(bed.file), epochs_refresh_s=0.1))
     opened = worker.tier._opened
-    wait_for(lambda: opened.epochs.generation(TENANT) == 0, 20, "the generations are known")
+    wait_for(lambda: opened.epochs.generation(TENANT) == 0, LIMIT_S, "the generations are known")
 
     def put(chunk: str, request: Any = None) -> Any:
         request = request or worker.request(tenant=TENANT, cls="long", chunks=[chunk])
@@ -83,28 +84,30 @@ def test_a_running_worker_follows_the_file_and_a_purge_finds_every_container_it_
     put("a")
     assert bed.there() == {"home": 0, "long": 1, "new": 0}
     bed.write(long={"container": bed.new})
-    wait_for(lambda: opened.container_of("long") == bed.new, 20, "the renamed container is in force")
+    wait_for(lambda: opened.container_of("long") == bed.new, LIMIT_S, "the renamed container is in force")
     begun = put("b")
     assert bed.there() == {"home": 0, "long": 1, "new": 1}
 
     bed.write(long={"container": "no-such-container"})
     wait_for(
-        lambda: "STORAGE-NO-CONTAINER" in opened.problem, 20, "a container that is not there does not come into force"
+        lambda: "STORAGE-NO-CONTAINER" in opened.problem,
+        LIMIT_S,
+        "a container that is not there does not come into force",
     )
     bed.file.write_text("classes: [")
-    wait_for(lambda: "TENANTS-UNREADABLE" in opened.problem, 20, "a broken file is said")
+    wait_for(lambda: "TENANTS-UNREADABLE" in opened.problem, LIMIT_S, "a broken file is said")
     assert any("tenants file" in line for line in why_no_hits(worker.tier.status()))
     put("c")
     assert bed.there() == {"home": 0, "long": 1, "new": 2}, "the last good one rules"
 
     bed.write(long={"container": bed.new, "ephemeral": True})
-    wait_for(lambda: not opened.container_of("long") and not opened.problem, 20, "the class is ephemeral")
+    wait_for(lambda: not opened.container_of("long") and not opened.problem, LIMIT_S, "the class is ephemeral")
     put("d")
     put("e", begun)  # a request that began before
     assert bed.there() == {"home": 0, "long": 1, "new": 2} and worker.tier.counts["store_dropped", "ephemeral"] == 2
 
     bed.write()  # and now it is gone: what still comes under its name is the default class's
-    wait_for(lambda: opened.container_of("long") == bed.home, 20, "the class is gone")
+    wait_for(lambda: opened.container_of("long") == bed.home, LIMIT_S, "the class is gone")
     put("f")
     assert bed.there() == {"home": 1, "long": 1, "new": 2}
     worker.__exit__()
