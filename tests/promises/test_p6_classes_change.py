@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from components.common.kv.keys import parse_name
 from components.common.kv.purge import Purge, PurgeConfig
 from components.common.kv.reload import Watched
 from components.common.kv.store import CONTAINERS_OBJECT, KvStore
-from components.common.kv.sweeper import Sweeper, SweeperConfig
+from components.common.kv.sweeper import Sweeper, SweeperConfig, run
 from components.common.messages.salt import tenant_hash
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
@@ -132,6 +134,31 @@ def test_what_lies_in_a_container_no_class_names_is_swept_by_age_and_generation(
     assert (sweeper.counters["deleted_purged"], sweeper.counters["deleted_ttl"]) == (3, 1)
     assert bed.store.account.find(bed.long, "somebody's") is not None
     sweeper.close()
+
+
+def test_a_running_sweeper_follows_the_file_and_says_when_it_is_broken(bed: Bed, tmp_path: Path) -> None:
+    bed.store.account.put(bed.home, name("acme", 1), b"x")
+    status, stop = tmp_path / "sweeper.json", threading.Event()
+    config = SweeperConfig(
+        account=bed.store.account.config, container=bed.home, tenants_file=str(bed.file), lease_s=15, sweep_s=0.1, status_file=str(status)
+    )  # fmt: skip
+    thread = threading.Thread(target=run, args=(config, stop))
+
+    def said() -> dict[str, Any]:
+        return dict(json.loads(status.read_text())) if status.exists() else {}
+
+    thread.start()
+    try:
+        wait_for(lambda: said().get("objects") == 1, LIMIT_S, "it sweeps")
+        bed.file.write_text("classes: [")
+        wait_for(lambda: said()["tenants_file_bad"] == 1, LIMIT_S, "it says that the file is broken")
+        assert bed.there()["home"] == 1
+        bed.write(std={"ttl_s": 1e-3})
+        wait_for(lambda: bed.there()["home"] == 0, LIMIT_S, "the new TTL rules")
+        wait_for(lambda: said()["tenants_file_bad"] == 0, LIMIT_S, "and the file is good")
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_record_of_containers_that_cannot_be_read_is_not_taken_for_none(bed: Bed) -> None:

@@ -18,12 +18,14 @@ import pytest
 
 from components.common.errors import DynamoBlobError
 from components.common.kv.epochs import Epochs, scoped
+from components.common.kv.fence import Fence
 from components.common.kv.purge import Purge, PurgeConfig, State, recoverable
-from components.common.kv.store import PURGE_PREFIX, KvStore
+from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import compose, tenant_hash
 from components.common.messages.tenants import read_salt_key, rotate_salt_key
 from components.common.registry.signing import SigningKey, verify
 from components.common.storage.account import Account
+from graphs.cli.purge import summary
 from tests.kv_azurite import NAMESPACE, KvAzurite, free_port, name
 
 KEY = SigningKey.generate()
@@ -319,6 +321,25 @@ def test_an_object_computed_again_during_an_age_purge_is_not_one_that_stayed(
 
     report = Purge(config(azurite, store, older_than_s=1), store, KEY, step=step).run()
     assert (report["deleted"], report["probe"]["newer"], report["probe"]["asked"]) == (1, 1, 1)
+
+
+def test_a_worker_that_says_nothing_is_named_and_forgotten_once_it_is_long_dead(
+    azurite: KvAzurite, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, alive = Fence(store, "dead"), Fence(store, "alive")
+    for fence in (dead, alive):
+        fence.register()
+    alive.raised(tenant_hash("acme"), 1)
+    assert alive.turn()
+    report = Purge(config(azurite, store, settle_s=0), store, KEY).run()
+    worker = {f: f.name.removeprefix(WORKERS_PREFIX).removesuffix(".json") for f in (dead, alive)}
+    assert report["workers"]["confirmed"] == [worker[alive]] and list(report["workers"]["silent"]) == [worker[dead]]
+    assert worker[dead] in summary(report) and store.account.find(store.control, dead.name), "it may only be cut off"
+    alive.raised(tenant_hash("acme"), 2)
+    assert alive.turn()
+    monkeypatch.setattr("components.common.kv.purge._SILENT_S", -60.0)
+    Purge(config(azurite, store, settle_s=0), store, KEY).run()
+    assert [i.name for i in store.list(store.control, WORKERS_PREFIX)] == [alive.name]
 
 
 def test_an_object_with_snapshots_goes_with_them_and_one_that_cannot_go_keeps_no_other(
