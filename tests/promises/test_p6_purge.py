@@ -309,6 +309,25 @@ def test_a_salt_key_that_cannot_be_replaced_is_refused_before_anything_is_change
     assert Purge(config(azurite, store), store, KEY).run()["salt_key"] == "kept"
 
 
+def test_a_salt_key_that_fails_to_be_replaced_after_all_is_replaced_by_the_next_call(
+    azurite: KvAzurite, store: KvStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salt = tmp_path / "acme.salt"
+    rotate_salt_key(salt)
+    before, plan = read_salt_key(salt), config(azurite, store, salt_key_file=str(salt), settle_s=0)
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("components.common.kv.purge.rotate_salt_key", full)
+        with pytest.raises(DynamoBlobError, match="TENANTS-SALT-KEY-FIXED") as e:
+            Purge(plan, store, KEY).run()
+    assert "No space left" in e.value.why
+    report = Purge(plan, store, KEY).run()
+    assert (report["salt_key"], report["resumed"]) == ("rotated", 1) and read_salt_key(salt) != before
+
+
 def test_an_object_computed_again_during_an_age_purge_is_not_one_that_stayed(
     azurite: KvAzurite, store: KvStore
 ) -> None:

@@ -192,7 +192,13 @@ class Purge:
     def _rotate(self, state: State) -> None:
         if self.config.salt_key_file and not state.rotated:
             self._enter(state, "rotate")
-            rotate_salt_key(Path(self.config.salt_key_file))
+            try:
+                rotate_salt_key(Path(self.config.salt_key_file))
+            except OSError as e:
+                raise DynamoBlobError(
+                    "TENANTS-SALT-KEY-FIXED", "the tenant's salt key was not replaced; its generation was raised", where=self.config.salt_key_file,
+                    why=e.strerror or str(e), do="see to it that the file can be written and call purge again: it goes on from there",
+                ) from None  # fmt: skip
             state.rotated = True
             self._save(state)
 
