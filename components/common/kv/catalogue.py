@@ -30,6 +30,9 @@ from components.common.kv.slots import Slots
 _SAMPLE = 8
 _NEGATIVES = 4096
 _MAX_U32 = 2**32 - 1
+_MAX_SAVES = 1e6  # seconds one hit saves, at most: more is no measurement
+SKEW_S = 300
+"""Seconds a worker's clock may differ from the store's; beyond it the store's time counts."""
 
 
 class Entry(NamedTuple):
@@ -85,7 +88,7 @@ class Catalogue:
         self._lock = threading.Lock()
         self._random = random.Random(0)
         self.bytes = 0
-        self.counters = {"puts": 0, "hits": 0, "gone": 0, "forgotten": 0, "ignored": 0}
+        self.counters = {"puts": 0, "hits": 0, "gone": 0, "forgotten": 0, "ignored": 0, "redated": 0}
 
     # --- what the tier calls -----------------------------------------------------------------
 
@@ -136,19 +139,21 @@ class Catalogue:
     # --- what listing, journal, sweeper and router call ----------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Insert or merge: hits and times never go backwards. Names that are no KV object are ignored and counted."""
+        """Insert or merge: hits and times never go backwards. Names that are no KV object are ignored and counted;
+        numbers that cannot be are brought to the nearest that can."""
         parsed = parse_name(entry.name)
         if parsed is None:
             self.counters["ignored"] += 1
             return
-        key = bytes.fromhex(parsed.hash)
+        key, entry = bytes.fromhex(parsed.hash), _sound(entry)
         with self._lock:
+            cls = self._class_id(entry.cls)
             self._gone.pop(entry.name, None)
             slot = self._slots.find(entry.name)
             if slot:
-                self.bytes += min(entry.nbytes, _MAX_U32) - self._nbytes[slot]
-                self._last_hit[slot] = max(self._last_hit[slot], min(entry.last_hit, _MAX_U32))
-                self._hits[slot] = max(self._hits[slot], min(entry.hits, 65535))
+                self.bytes += entry.nbytes - self._nbytes[slot]
+                self._last_hit[slot] = max(self._last_hit[slot], entry.last_hit)
+                self._hits[slot] = max(self._hits[slot], entry.hits)
                 if entry.saves:
                     self._saves[slot] = entry.saves
                 if entry.parent:
@@ -157,14 +162,34 @@ class Catalogue:
                 if self._slots.count >= self.capacity:
                     self._forget_one()
                 slot = self._slots.insert(entry.name, key)
-                self._created[slot] = min(entry.created, _MAX_U32)
-                self._last_hit[slot] = min(max(entry.last_hit, entry.created), _MAX_U32)
-                self._hits[slot] = min(entry.hits, 65535)
+                self._created[slot] = entry.created
+                self._last_hit[slot] = max(entry.last_hit, entry.created)
+                self._hits[slot] = entry.hits
                 self._saves[slot], self._parent[slot] = entry.saves, entry.parent
-                self._turn[slot] = min(entry.turn, 255) or self._turn_after(slot, entry.parent)
-                self.bytes += min(entry.nbytes, _MAX_U32)
-            self._nbytes[slot] = min(entry.nbytes, _MAX_U32)
-            self._cls[slot] = self._class_id(entry.cls)
+                self._turn[slot] = entry.turn or self._turn_after(slot, entry.parent)
+                self.bytes += entry.nbytes
+            self._nbytes[slot] = entry.nbytes
+            self._cls[slot] = cls
+
+    def found(self, name: str, nbytes: int, cls: str, modified: float) -> None:
+        """A listing saw the object: size and date are the store's, whatever a worker's clock said of it.
+
+        `cls` counts for names not known. A date within SKEW_S stays; hits lie between the put and now.
+        """
+        with self._lock:
+            slot = self._slots.find(name)
+            if slot:
+                self._gone.pop(name, None)
+                at, now, size = int(modified), int(self.clock()), min(nbytes, _MAX_U32)
+                self.bytes += size - self._nbytes[slot]
+                self._nbytes[slot] = size
+                if abs(self._created[slot] - at) > SKEW_S:
+                    self._created[slot] = at
+                    self.counters["redated"] += 1
+                last = self._last_hit[slot] if self._hits[slot] else self._created[slot]
+                self._last_hit[slot] = max(self._created[slot], now if last > now + SKEW_S else last)
+                return
+        self.add(Entry(name, nbytes, cls, int(modified), int(modified), 0, 0.0, 0))
 
     def get(self, name: str) -> Entry | None:
         with self._lock:
@@ -332,9 +357,10 @@ class Catalogue:
 
     def _class_id(self, cls: str) -> int:
         if cls not in self._classes:
-            if len(self._classes) >= 255:
-                raise ValueError("more than 255 retention classes")
-            self._classes.append(cls)
+            if len(self._classes) >= 255:  # more than anybody has: all further ones are the default class
+                return self._class_id("") if "" in self._classes else 0
+            self._classes.append("" if len(self._classes) == 254 else cls)
+            return len(self._classes) - 1
         return self._classes.index(cls)
 
     def _entry(self, slot: int) -> Entry:
@@ -342,6 +368,19 @@ class Catalogue:
             self._slots.name(slot), self._nbytes[slot], self._classes[self._cls[slot]], self._created[slot], self._last_hit[slot],
             self._hits[slot], self._saves[slot], self._parent[slot], self._turn[slot],
         )  # fmt: skip
+
+
+def _sound(e: Entry) -> Entry:
+    """The entry with every number in the range of its column."""
+    return e._replace(
+        nbytes=_within(e.nbytes, _MAX_U32), created=_within(e.created, _MAX_U32), last_hit=_within(e.last_hit, _MAX_U32),
+        hits=_within(e.hits, 65535), saves=min(max(e.saves, 0.0), _MAX_SAVES) if math.isfinite(e.saves) else 0.0,
+        parent=e.parent if 0 <= e.parent < 2**64 else 0, turn=_within(e.turn, 255),
+    )  # fmt: skip
+
+
+def _within(value: float, most: int) -> int:
+    return min(max(int(value), 0), most) if math.isfinite(value) else 0
 
 
 def fragment(name: str | None) -> int:

@@ -11,20 +11,29 @@ journal loses statistics, never a right answer: listing brings existence back.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from components.common.kv.catalogue import Catalogue, Entry, fragment
+from components.common.kv.catalogue import SKEW_S, Catalogue, Entry, fragment
+from components.common.kv.keys import parse_name
 from components.common.kv.snapshot import decode, encode
 from components.common.kv.store import JOURNAL_PREFIX, SNAPSHOT_OBJECT, KvStore
 from components.common.storage.errors import StorageError
 
+log = logging.getLogger(__name__)
+
 _MOST_BYTES = 2 * 2**20  # of one append; Azure allows 4 MiB at least
 _MOST_APPENDS = 5000  # of one blob; Azure allows 50,000
 _MOST_WAITING = 200_000  # records not yet appended; beyond it the oldest are lost and counted
+_PIECE_BYTES = 8 * 2**20  # read at once
+_MOST_OBJECT = 2**32 - 1
+_CLASS = re.compile(r"^[a-z0-9]{1,16}$")
 
 
 class JournalWriter:
@@ -78,29 +87,46 @@ class JournalWriter:
 
 
 class JournalReader:
-    """Applies others' records to a catalogue, from where it stopped. `skip`: our own blobs."""
+    """Applies others' records to a catalogue, from where it stopped. `skip`: our own blobs.
+
+    Times in records are those of the workers' clocks. A record was appended between the last read of its journal (or
+    the journal's creation) and its last change, by the store's clock: a time outside of that by more than SKEW_S is
+    replaced by the nearer end.
+    """
 
     def __init__(self, store: KvStore, catalogue: Catalogue) -> None:
         self._store, self._catalogue = store, catalogue
         self.offsets: dict[str, int] = {}
-        self.bad_lines = self.records = 0
+        self._read_at: dict[str, float] = {}
+        self._complained: set[str] = set()
+        self.bad_lines = self.records = self.redated = 0
 
     def read(self, skip: str = "") -> int:
         """One round: list the journals, read what is new; records applied. Raises StorageError."""
         done, seen = 0, set()
         for info in self._store.list(self._store.control, JOURNAL_PREFIX):
             seen.add(info.name)
-            at = self.offsets.get(info.name, 0)
-            if info.name == skip or info.size <= at:
+            if info.name == skip or info.size <= self.offsets.get(info.name, 0):
                 continue
-            data, _ = self._store.read(info.name, at)
-            whole = (data or b"").rpartition(b"\n")[0]
-            for line in whole.decode(errors="replace").split("\n") if whole else ():
-                self._apply(line)
-                done += 1
-            self.offsets[info.name] = at + (len(whole) + 1 if whole else 0)
+            span = (self._read_at.get(info.name, info.created), info.modified)
+            while (at := self.offsets.get(info.name, 0)) < info.size:
+                data = self._store.read(info.name, at, _PIECE_BYTES)[0] or b""
+                whole = data.rpartition(b"\n")[0]
+                for number, line in enumerate(whole.split(b"\n") if whole else ()):
+                    self._apply(line.decode(errors="replace"), span, info.name, at, number)
+                    done += 1
+                if whole or data[:1] == b"\n":
+                    self.offsets[info.name] = at + len(whole) + 1
+                elif len(data) == _PIECE_BYTES:  # no line is so long
+                    self._bad(info.name, at, 0, data[:40].decode(errors="replace"))
+                    self.offsets[info.name] = at + len(data)
+                else:
+                    break  # the rest of a line is still to come
+            self._read_at[info.name] = info.modified
         for name in self.offsets.keys() - seen:
             del self.offsets[name]
+            self._read_at.pop(name, None)
+            self._complained.discard(name)
         self.records += done
         return done
 
@@ -112,23 +138,55 @@ class JournalReader:
             if i.modified < older_than and self.offsets.get(i.name, -1) >= i.size
         ]
 
-    def _apply(self, line: str) -> None:
+    def _apply(self, line: str, span: tuple[float, float], journal: str, at: int, number: int) -> None:
         f = line.split(" ")
         try:
+            if not _named(f[1]):
+                raise ValueError(f[1])
             if f[0] == "p":
-                at = int(float(f[6]))
-                parent = "" if f[5] == "-" else f[5]
-                self._catalogue.add(Entry(f[1], int(f[2]), f[3], at, at, 0, float(f[4]), fragment(parent)))
+                nbytes, saves, parent = int(f[2]), _number(f[4]), "" if f[5] == "-" else f[5]
+                if not (0 <= nbytes <= _MOST_OBJECT and _CLASS.match(f[3]) and (not parent or _named(parent))):
+                    raise ValueError(line)
+                when = int(self._time(f[6], span))
+                self._catalogue.add(Entry(f[1], nbytes, f[3], when, when, 0, saves, fragment(parent)))
             elif f[0] == "h":
-                self._catalogue.note_hit(f[1], float(f[2]))
+                self._catalogue.note_hit(f[1], self._time(f[2], span))
             elif f[0] == "g":
-                known = self._catalogue.get(f[1])
-                if known is not None and known.created <= float(f[3]):  # put again since: it is there
+                gone, known = self._time(f[3], span), self._catalogue.get(f[1])
+                if known is not None and known.created <= gone:  # put again since: it is there
                     self._catalogue.note_gone(f[1], f[2])
             else:
                 raise ValueError(f[0])
-        except (ValueError, IndexError):
-            self.bad_lines += 1
+        except (ValueError, IndexError, OverflowError):
+            self._bad(journal, at, number, line)
+
+    def _bad(self, journal: str, at: int, number: int, line: str) -> None:
+        self.bad_lines += 1
+        if journal not in self._complained:  # once a journal: a bad writer writes many
+            self._complained.add(journal)
+            log.warning(
+                "KV-JOURNAL-LINE: %s: line %d from byte %d is no record, skipped: %r", journal, number, at, line[:120]
+            )
+
+    def _time(self, text: str, span: tuple[float, float]) -> float:
+        """A record's time, within what the store's clock allows. Raises ValueError for what is none."""
+        when = _number(text)
+        first, last = span
+        if first - SKEW_S <= when <= last + SKEW_S:
+            return when
+        self.redated += 1
+        return last if when > last else first
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _named(text: str) -> bool:
+    return parse_name(text) is not None
 
 
 class SharedIndex:

@@ -49,6 +49,7 @@ def decode(raw: bytes) -> Snapshot | None:
                     name, int(nbytes), cls, int(created), int(last), int(hits), float(saves), int(parent, 16), int(turn)
                 )
             )
-        return Snapshot(entries, {str(k): int(v) for k, v in meta["offsets"].items()}, bool(meta["complete"]))
-    except (ValueError, KeyError, zlib.error):
+        offsets = {str(k): max(0, int(v)) for k, v in meta["offsets"].items()}
+        return Snapshot(entries, offsets, bool(meta["complete"]))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, zlib.error):
         return None

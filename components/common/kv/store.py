@@ -2,7 +2,8 @@
 
 Everything of ours besides objects lies under ``_control/`` in the graph's KV container:
 
-    _control/epochs.json             {tenant: generation}, ETag compare-and-swap (see epochs.py)
+    _control/epochs.json             {tenant: generation}, ETag compare-and-swap (see epochs.py, generations.py)
+    _control/epochs.copy.json        the same, written first
     _control/quarantine.json         marks of KV found wrong, ETag compare-and-swap (see quarantine.py)
     _control/sweeper.lock            the blob whose lease makes one sweeper the one that works
     _control/catalogue.snapshot      the catalogue, written by the sweeper
@@ -16,17 +17,15 @@ Never on the request path.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from azure.storage.blob import BlobLeaseClient
 
-from components.common.errors import DynamoBlobError
-from components.common.kv.epochs import EPOCHS_OBJECT, FORMAT, MAX_GENERATION
+from components.common.kv import generations
 from components.common.storage.account import Account, BlobInfo
 from components.common.storage.errors import StorageError
 
@@ -34,10 +33,9 @@ CONTROL = "_control/"
 LOCK_OBJECT = "_control/sweeper.lock"
 SNAPSHOT_OBJECT = "_control/catalogue.snapshot"
 JOURNAL_PREFIX = "_control/journal/"
-PURGE_PREFIX = "_control/purges/"
+PURGE_PREFIX = generations.PURGES
 WORKERS_PREFIX = "_control/workers/"
 CONTAINERS_OBJECT = "_control/containers.json"
-_CAS_TRIES = 8
 
 
 class Deleted(NamedTuple):
@@ -69,16 +67,22 @@ class KvStore:
                 for page in pages.by_page():
                     self.requests["list"] += 1
                     for p in page:
-                        yield BlobInfo(p.name, int(p.size or 0), str(p.etag), p.last_modified.timestamp())
+                        yield BlobInfo(
+                            p.name, int(p.size or 0), str(p.etag), p.last_modified.timestamp(),
+                            created=p.creation_time.timestamp() if p.creation_time else 0.0,
+                        )  # fmt: skip
             except Exception as e:
                 if getattr(e, "error_code", "") == "ContainerNotFound":
                     return
                 raise
 
-    def delete(self, container: str, names: Iterable[str]) -> Deleted:
-        """Delete each name, `threads` at a time. One that is missing is done; failures are returned, not raised."""
+    def delete(self, container: str, names: Iterable[str], go: Callable[[], bool] = lambda: True) -> Deleted:
+        """Delete each name, `threads` at a time. One that is missing is done; failures are returned, not raised.
+
+        go   asked before each request; False = none is sent any more (``STOPPED``): a lease was lost
+        """
         out = Deleted([], [], {})
-        for name, why in self._pool.map(lambda n: self._delete_one(container, n), names):
+        for name, why in self._pool.map(lambda n: self._delete_one(container, n, go), names):
             if why is None:
                 out.deleted.append(name)
             elif why == "":
@@ -87,11 +91,12 @@ class KvStore:
                 out.failed[name] = why
         return out
 
-    def _delete_one(self, container: str, name: str) -> tuple[str, str | None]:
+    def _delete_one(self, container: str, name: str, go: Callable[[], bool]) -> tuple[str, str | None]:
+        if not go():
+            return name, "STOPPED"
         try:
             self.requests["delete"] += 1
-            with self.account.errors(container, name):  # a blob that has snapshots cannot be deleted without them
-                self.account.blob(container, name).delete_blob(delete_snapshots="include")
+            self.account.delete(container, name, all_of_it=True)
             return name, None
         except StorageError as e:
             return name, "" if e.code in ("STORAGE-NOT-FOUND", "STORAGE-NO-CONTAINER") else e.code
@@ -99,40 +104,12 @@ class KvStore:
     # --- epochs
 
     def read_epochs(self) -> dict[str, int]:
-        """{tenant: generation}; empty before the first purge. Raises StorageError, or KV-EPOCHS-INVALID (never read as empty)."""
-        return self._epochs()[0]
+        """{tenant: generation}, restored if they were lost. Raises StorageError, or KV-EPOCHS-INVALID (never read as empty)."""
+        return generations.read(self)[0]
 
     def raise_epoch(self, tenant: str, at_least: int = 0) -> int:
-        """Raise a tenant's generation by one, and to `at_least`; the new one. Raises KV-EPOCHS-CONTENDED."""
-        for attempt in range(_CAS_TRIES):
-            known, etag = self._epochs()
-            generation = max(known.get(tenant, 0) + 1, at_least)
-            if generation > MAX_GENERATION:
-                raise DynamoBlobError(
-                    "KV-EPOCHS-EXHAUSTED", "no purge generation is left", where=self._uri(EPOCHS_OBJECT)
-                )
-            body = json.dumps({"format": FORMAT, "generations": {**known, tenant: generation}}, sort_keys=True).encode()
-            if self.swap(EPOCHS_OBJECT, body, etag):
-                return generation
-            time.sleep(0.05 * (attempt + 1))
-        raise DynamoBlobError(
-            "KV-EPOCHS-CONTENDED", "others change the purge generations all the time", where=self._uri(EPOCHS_OBJECT), do="try again",
-        )  # fmt: skip
-
-    def _epochs(self) -> tuple[dict[str, int], str]:
-        raw, etag = self.read(EPOCHS_OBJECT)
-        if raw is None:
-            return {}, ""
-        try:
-            body = json.loads(raw)
-            if body["format"] != FORMAT:
-                raise ValueError(f"format {body['format']!r}, not {FORMAT!r}")
-            return {str(t): int(g) for t, g in body["generations"].items()}, etag
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise DynamoBlobError(
-                "KV-EPOCHS-INVALID", "the purge generations cannot be read", where=self._uri(EPOCHS_OBJECT), why=str(e),
-                do="restore the object; while it is unreadable the Blob tier is not used",
-            ) from None  # fmt: skip
+        """Raise a tenant's generation by one, and to `at_least`; the new one. Raises as `generations.raise_` does."""
+        return generations.raise_(self, tenant, at_least)
 
     # --- small objects under _control/
 
@@ -150,11 +127,11 @@ class KvStore:
         self.requests["write"] += 1
         return True
 
-    def read(self, name: str, offset: int = 0) -> tuple[bytes | None, str]:
-        """(bytes, ETag) of a control object, (None, "") when there is none."""
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> tuple[bytes | None, str]:
+        """(bytes, ETag) of a control object or a range of it, (None, "") when there is none."""
         try:
             self.requests["read"] += 1
-            return self.account.get_with_etag(self.control, name, offset)
+            return self.account.get_with_etag(self.control, name, offset, length)
         except StorageError as e:
             if e.code in ("STORAGE-NOT-FOUND", "STORAGE-RANGE"):
                 return None, ""
@@ -183,7 +160,7 @@ class KvStore:
             with self.account.errors(self.control, name):
                 answer = self.account.blob(self.control, name).upload_blob(b"", length=0)
             out["versioning"] = bool(answer.get("version_id"))
-            self._delete_one(self.control, name)
+            self.delete(self.control, [name])
         except StorageError as e:
             out |= {"known": False, "why": "; ".join(filter(None, (out.get("why"), f"versioning: {e.code}")))}
         return out

@@ -22,21 +22,25 @@ import threading
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import numpy as np
 
 from components.common.errors import DynamoBlobError
-from components.common.kv.catalogue import Catalogue, Entry, fragment
+from components.common.kv.catalogue import SKEW_S, Catalogue, fragment
 from components.common.kv.classes import Classes
 from components.common.kv.containers import sweep_retired
 from components.common.kv.epochs import generation_of
+from components.common.kv.generations import reconcile
 from components.common.kv.journal import JournalReader, snapshot
 from components.common.kv.keys import parse_name
+from components.common.kv.publishing import Publisher
 from components.common.kv.reload import Watched
 from components.common.kv.retention import Policy, ReuseModel, Worth, verdict
 from components.common.kv.snapshot import decode
-from components.common.kv.store import SNAPSHOT_OBJECT, KvStore, Lease
+from components.common.kv.store import LOCK_OBJECT, KvStore, Lease
 from components.common.kv.sweeper_config import SweeperConfig
 from components.common.kv.sweeper_ops import Ops, State
 from components.common.storage.account import Account
@@ -44,6 +48,7 @@ from components.common.storage.errors import StorageError
 
 log = logging.getLogger(__name__)
 _BATCH = 256  # deletions between two looks at the lease
+_CLOCK_S = 3.0  # a difference of clocks that is none: dates of answers are whole seconds
 _RETRY_S = 5.0  # seconds to the next turn after one that failed
 
 
@@ -56,9 +61,13 @@ class Sweeper:
         self.config, self.store, self.classes = config, store, classes
         self._reuse = ReuseModel()
         self._policy = policy or Worth(self._reuse)
-        self._clock = time.time
+        self._clock = self._wall = time.time
+        self._skew = 0.0
         self.lease = Lease(store, config.lease_s)
+        self.snapshot = Publisher(store, self.lease)
         self.counters: Counter[str] = Counter()
+        self.problems: dict[str, str] = {}
+        """What does not work while the rest goes on: {generations, snapshot, status: why}."""
         self.seconds = 0.0
         self._forget()
 
@@ -70,13 +79,19 @@ class Sweeper:
         """Counters and gauges, for /metrics."""
         return {
             "objects": float(len(self.catalogue)), "bytes": float(self.catalogue.bytes), "leading": float(self._leading),
-            "sweep_seconds": self.seconds, **{f"requests_{k}": float(n) for k, n in self.store.requests.items()},
+            "sweep_seconds": self.seconds, "generations_unknown": float("generations" in self.problems),
+            "clock_skew_seconds": self._skew, "journal_bad_lines": float(self.reader.bad_lines),
+            **{f"requests_{k}": float(n) for k, n in self.store.requests.items()},
             **{k: float(n) for k, n in self.counters.items()},
         }  # fmt: skip
 
+    def _now(self) -> float:
+        """The store's clock, which dates the objects."""
+        return self._clock() + self._skew
+
     def _forget(self) -> None:
         """What was known is out of date: somebody else swept meanwhile."""
-        self.catalogue = Catalogue(self.config.capacity, reuse=self._reuse, clock=self._clock)
+        self.catalogue = Catalogue(self.config.capacity, reuse=self._reuse, clock=self._now)
         self.reader = JournalReader(self.store, self.catalogue)
         self._listed_at = self._swept_at = 0.0
         self._based = self._leading = False
@@ -84,6 +99,10 @@ class Sweeper:
     def reclass(self, classes: Classes) -> None:
         """The tenants file changed. The next sweep lists first: what is where is asked anew."""
         self.classes, self._listed_at = classes, 0.0
+
+    def start_over(self) -> None:
+        """Forget everything; the next turn lists."""
+        self._forget()
 
     def run_once(self) -> bool:
         """One sweep; False when standing by. Raises StorageError when the store does not answer."""
@@ -94,15 +113,16 @@ class Sweeper:
             return False
         begun = time.monotonic()
         self._leading = True
+        self._skew = clock_skew(self.store, self._wall, self._skew)
         self._base()
         self.reader.read()
-        if self._clock() - self._listed_at >= self.config.relist_s:
-            if not sweep_retired(self.store, self.classes, self._delete, self._clock(), self.config.most_deletes):
-                return False
+        if self._now() - self._listed_at >= self.config.relist_s:
+            if not sweep_retired(self.store, self.classes, self._delete, self._now(), self.config.most_deletes):
+                return self._lost()
             self.relist()
         if not self._late():
-            return False
-        now = self._clock()
+            return self._lost()
+        now = self._now()
         rows = self.catalogue.columns()
         if self._swept_at:
             self._reuse.expose(rows, now, self._swept_at)
@@ -119,9 +139,8 @@ class Sweeper:
         for i, reason in zip(doomed.rows.tolist(), doomed.reasons, strict=True):
             container = self.classes.container(rows.classes[rows.cls[i]]) or self.config.container
             by_container.setdefault(container, []).append((rows.name(i), reason))
-        if not all(self._delete(c, names) for c, names in by_container.items()):
-            return False
-        self._publish()
+        if not all(self._delete(c, names) for c, names in by_container.items()) or not self._publish():
+            return self._lost()
         self.counters["sweeps"] += 1
         self.seconds = time.monotonic() - begun
         self._status(self.seconds)
@@ -129,7 +148,7 @@ class Sweeper:
 
     def relist(self) -> None:
         """Bring the catalogue in line with what the containers hold, in both directions."""
-        begun = self._clock()
+        begun = self._now()
         seen = array("Q")
         owner: dict[str, list[str]] = {}
         for cls, container in self.classes.containers().items():
@@ -141,11 +160,7 @@ class Sweeper:
                 if parse_name(info.name) is None:
                     continue
                 seen.append(fragment(info.name))
-                at = int(info.modified)
-                known = self.catalogue.get(info.name)
-                self.catalogue.add(
-                    known._replace(nbytes=info.size) if known else Entry(info.name, info.size, cls, at, at, 0, 0.0, 0)
-                )
+                self.catalogue.found(info.name, info.size, cls, info.modified)
             self.lease.keep()
         rows = self.catalogue.columns()
         mine = np.ascontiguousarray(rows.key[:, :8]).view(">u8").ravel().astype(np.uint64)
@@ -161,7 +176,7 @@ class Sweeper:
     def _base(self) -> None:
         if self._based:
             return
-        raw, _ = self.store.read(SNAPSHOT_OBJECT)
+        raw = self.snapshot.base()
         found = decode(raw) if raw else None
         if found is not None:
             for entry in found.entries:
@@ -169,12 +184,28 @@ class Sweeper:
             self.reader.offsets.update(found.offsets)
         self._based = True
 
+    def _lost(self) -> bool:
+        """The lease went during a sweep: another may sweep from now on, so what is known here is out of date."""
+        self.counters["lease_lost"] += 1
+        self._forget()
+        return False
+
     def _late(self) -> bool:
         """Delete objects of any generation but the current one: puts that landed after their purge. False = lease lost.
 
-        The generations are read after the names: no name here can be newer than they are.
+        The generations are read after the names: no name here can be newer than they are. While they cannot be known
+        nobody uses the tier, and nothing is late.
         """
-        generations = self.store.read_epochs()
+        try:
+            generations = reconcile(self.store)
+        except StorageError:
+            raise
+        except DynamoBlobError as e:
+            if "generations" not in self.problems:
+                log.error("KV-SWEEP-GENERATIONS: purged objects are not swept, the rest is: %s", e)
+            self.problems["generations"] = f"{e.code}: {e.why}"
+            return True
+        self.problems.pop("generations", None)
         late: dict[str, list[tuple[str, str]]] = {}
         for prefix in self.catalogue.prefixes():
             tenant, namespace = prefix.split("/")
@@ -189,10 +220,9 @@ class Sweeper:
         """Delete in batches, each only while the lease is ours. False = lease lost, the rest is another's."""
         for at in range(0, len(names), _BATCH):
             if not self.lease.keep():
-                self.counters["lease_lost"] += 1
                 return False
             batch = dict(names[at : at + _BATCH])
-            done = self.store.delete(container, batch)
+            done = self.store.delete(container, batch, lambda: self.lease.held)
             for name in done.deleted:
                 known = self.catalogue.get(name)
                 self.counters["deleted_bytes"] += known.nbytes if known else 0
@@ -207,21 +237,36 @@ class Sweeper:
                 )
         return True
 
-    def _publish(self) -> None:
-        if self.lease.keep():
-            self.store.write(SNAPSHOT_OBJECT, snapshot(self.catalogue, self.reader, complete=self._listed_at > 0))
-            self.store.delete(self.store.control, self.reader.consumed(self._clock() - self.config.journal_keep_s))
+    def _publish(self) -> bool:
+        """The snapshot, and then no journals that it covers. False = lease lost."""
+        if not self.snapshot.write(snapshot(self.catalogue, self.reader, complete=self._listed_at > 0)):
+            return False
+        if self.snapshot.problem:
+            self.problems["snapshot"] = self.snapshot.problem
+            return True
+        self.problems.pop("snapshot", None)
+        old = self.reader.consumed(self._now() - self.config.journal_keep_s)
+        self.store.delete(self.store.control, old, lambda: self.lease.held)
+        return True
 
     def _status(self, seconds: float) -> None:
-        if self.config.status_file:
-            body = {
-                "at": self._clock(), "seconds": seconds, "objects": len(self.catalogue), "bytes": self.catalogue.bytes,
-                "requests": self.store.requests, "catalogue": self.catalogue.counters, **self.counters,
-            }  # fmt: skip
-            path = Path(self.config.status_file)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        if not self.config.status_file:
+            return
+        body = {
+            "at": self._now(), "seconds": seconds, "objects": len(self.catalogue), "bytes": self.catalogue.bytes,
+            "requests": self.store.requests, "catalogue": self.catalogue.counters, "problems": self.problems,
+            "journal": {"records": self.reader.records, "bad_lines": self.reader.bad_lines, "redated": self.reader.redated},
+            "clock_skew_s": self._skew, **self.counters,
+        }  # fmt: skip
+        path = Path(self.config.status_file)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
             temporary.write_text(json.dumps(body, sort_keys=True))
             os.replace(temporary, path)
+            self.problems.pop("status", None)
+        except OSError as e:  # a full disk must not end sweeping
+            log.warning("KV-SWEEP-STATUS: %s cannot be written: %s", path, e)
+            self.problems["status"] = f"{path}: {e.strerror}"
 
 
 def run(config: SweeperConfig, stop: threading.Event) -> None:
@@ -240,11 +285,15 @@ def run(config: SweeperConfig, stop: threading.Event) -> None:
             sweeper.counters["tenants_file_bad"] = int(bool(watched.problem))
             try:
                 sweeper.run_once()
-            except StorageError as e:
-                sweeper.counters["failures"] += 1
+            except DynamoBlobError as e:
                 log.warning("KV-SWEEP-FAILED: %s", e)
                 why = f"{e.code}: {e.what}"
-            state.turn(why, sweeper.values())
+            except Exception as e:  # a fault of ours: told, and the next turn begins from what the store says
+                log.exception("KV-SWEEP-FAULT: this turn was given up")
+                why = f"KV-SWEEP-FAULT: {type(e).__name__}: {e}"[:300]
+                sweeper.start_over()
+            sweeper.counters["failures"] += bool(why)
+            state.turn(why, sweeper.values(), sweeper.problems)
             next_sweep = time.monotonic() + (min(config.sweep_s, _RETRY_S) if why else config.sweep_s)
             while not stop.wait(min(config.lease_s / 3, max(0.01, next_sweep - time.monotonic()))):
                 if time.monotonic() >= next_sweep or not _kept(sweeper.lease):
@@ -255,6 +304,27 @@ def run(config: SweeperConfig, stop: threading.Event) -> None:
             ops.close()
         store.close()
         account.close()
+
+
+def clock_skew(store: KvStore, clock: Callable[[], float], before: float = 0.0) -> float:
+    """Seconds the store's clock is ahead of `clock`, by the Date of an answer; 0 within what a request takes.
+
+    `before`: what it was, for when no Date comes back. Raises StorageError.
+    """
+    dates: list[str] = []
+    with store.account.errors(store.control, LOCK_OBJECT):
+        asked = clock()
+        store.account.blob(store.control, LOCK_OBJECT).get_blob_properties(
+            raw_response_hook=lambda r: dates.append(r.http_response.headers.get("Date", ""))
+        )
+    store.requests["read"] += 1
+    try:
+        skew = parsedate_to_datetime(dates[-1]).timestamp() + 0.5 - (asked + clock()) / 2
+    except (ValueError, TypeError, IndexError):
+        return before
+    if abs(skew) > SKEW_S and abs(before) <= SKEW_S:
+        log.warning("KV-SWEEP-CLOCK: our clock is %.0f s off the store's; the store's counts", -skew)
+    return skew if abs(skew) > _CLOCK_S else 0.0
 
 
 def _listen(config: SweeperConfig, state: State) -> Ops | None:

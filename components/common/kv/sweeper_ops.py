@@ -14,6 +14,8 @@ _GAUGES = {
     "tenants_file_bad": "1 while the tenants file on disk is broken and the last good one rules",
     "leading": "1 while this sweeper holds the lease",
     "sweep_seconds": "seconds the last sweep took",
+    "generations_unknown": "1 while the purge generations cannot be known: purged objects are not swept, workers use no Blob tier",
+    "clock_skew_seconds": "seconds the store's clock is ahead of this machine's",
 }
 
 
@@ -24,19 +26,23 @@ class State:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._why = "no turn has ended yet"
+        self._but = ""
         self.turn_at = time.monotonic()
 
-    def turn(self, why: str, values: Mapping[str, float]) -> None:
-        """A turn has ended: `why` it failed ("" = it did not), and the counters as they are now."""
+    def turn(self, why: str, values: Mapping[str, float], problems: Mapping[str, str] | None = None) -> None:
+        """A turn has ended: `why` it failed ("" = it did not), the counters as they are now, and what did not work
+        while the rest went on."""
         with self._lock:
             self._why, self._values, self.turn_at = why, dict(values), time.monotonic()
+            self._but = "".join(f"; {what}: {text}" for what, text in sorted((problems or {}).items()))
 
     def health(self) -> tuple[int, str]:
         """(200, role) when the last turn reached the store, else (503, why)."""
         with self._lock:
             if self._why:
                 return 503, self._why
-            return 200, "sweeping" if self._values.get("leading") else "standing by: another sweeper holds the lease"
+            role = "sweeping" if self._values.get("leading") else "standing by: another sweeper holds the lease"
+            return 200, role + self._but
 
     def metrics(self) -> str:
         with self._lock:

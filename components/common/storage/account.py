@@ -20,6 +20,7 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import (
     BlobBlock,
     BlobClient,
+    BlobLeaseClient,
     BlobServiceClient,
     BlockState,
     ContainerClient,
@@ -37,7 +38,7 @@ _ONE_PUT = 64 * 2**20  # largest body of one Put Blob here; larger data is stage
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """Properties of one blob. `modified` is unix seconds by the service's clock."""
+    """Properties of one blob. `modified` and `created` (0 = not asked for) are unix seconds by the service's clock."""
 
     name: str
     size: int
@@ -45,6 +46,7 @@ class BlobInfo:
     modified: float
     metadata: dict[str, str] = field(default_factory=dict)
     tier: str = ""
+    created: float = 0.0
 
 
 class _SigningTransport(RequestsTransport):
@@ -255,12 +257,26 @@ class Account:
             )
         return str(answer["etag"])
 
-    def delete(self, container: str, name: str, *, etag: str = "") -> None:
-        """Delete the blob, if its ETag is still `etag` when one is given."""
+    def delete(self, container: str, name: str, *, etag: str = "", all_of_it: bool = False) -> None:
+        """Delete the blob, if its ETag is still `etag` when one is given.
+
+        all_of_it   its snapshots too, and whoever holds a lease on it: nothing of ours takes either on a KV object,
+                    and what a person left must not keep data of a tenant alive
+        """
         self._before(f"delete {container}/{name}")
-        condition: dict[str, Any] = {"etag": etag, "match_condition": MatchConditions.IfNotModified} if etag else {}
-        with self.errors(container, name):
-            self.blob(container, name).delete_blob(**condition)
+        more: dict[str, Any] = {"etag": etag, "match_condition": MatchConditions.IfNotModified} if etag else {}
+        if all_of_it:
+            more["delete_snapshots"] = "include"
+        blob = self.blob(container, name)
+        try:
+            with self.errors(container, name):
+                blob.delete_blob(**more)
+        except StorageError as e:
+            if not all_of_it or e.data.get("storage_code") != "LeaseIdMissing":
+                raise
+            with self.errors(container, name):
+                BlobLeaseClient(blob).break_lease(0)
+                blob.delete_blob(**more)
 
     def list(self, container: str, prefix: str = "", *, metadata: bool = False) -> Iterator[BlobInfo]:
         """Blobs under `prefix`, by name."""
