@@ -15,9 +15,17 @@ from components.common.kv.chain import chunk_hashes
 from components.common.kv.keys import PUBLIC, Namespace, object_name
 from components.common.kv.objects import HEADER_BYTES, Codec
 from components.common.kv.quarantine import Mark, Quarantine
-from components.common.kv.shadow import Condemned, Hit, Sampler, ShadowChecker, Tops, distance, quarantine
-from components.common.kv.store import KvStore
-from components.common.kv.stores import NAMESPACES
+from components.common.kv.shadow import (
+    Condemned,
+    Hit,
+    Sampler,
+    ShadowChecker,
+    Tops,
+    distance,
+    known_namespaces,
+    quarantine,
+)
+from components.common.kv.store import NAMESPACES, KvStore
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, azurite
 from tests.kvtools.engines import Driver, Engine
@@ -123,7 +131,8 @@ async def test_a_wrong_object_with_a_valid_digest_is_found_and_quarantined(
     async def condemn(found: Condemned) -> None:
         assert found.hit == Hit(tuple(prompt), "", N // CHUNK * CHUNK) and found.keys == keys[found.first :]
         known.add(PUBLIC, Mark(found.first, found.keys[0].hex()))  # a chunk is one block here
-        gone.extend(await run(quarantine, kv_store, [kv.CONTAINER], PUBLIC, namespaces, found.keys, lambda n, r: None))
+        spaces = await run(known_namespaces, kv_store)
+        gone.extend(await run(quarantine, kv_store, [kv.CONTAINER], PUBLIC, spaces, found.keys, lambda n, r: None))
 
     real = Real(engine)
     checker = ShadowChecker(real, CHUNK, lambda i, s: chunk_hashes(i, s, CHUNK, CHUNK), condemn, every=EVERY, band=0.01)

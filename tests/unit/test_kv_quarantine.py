@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from components.common.engine.shadow import Shadow
 from components.common.engine.tags import tier_params
 from components.common.errors import DynamoBlobError
 from components.common.kv import quarantine
 from components.common.kv.chain import block_hashes, chunk_hashes
-from components.common.kv.keys import PUBLIC
+from components.common.kv.containers import remember
+from components.common.kv.epochs import scoped
+from components.common.kv.journal import JournalWriter
+from components.common.kv.keys import PUBLIC, object_name
 from components.common.kv.quarantine import QUARANTINE_OBJECT, Mark, Marks, Quarantine, condemn, read_marks, suffix_of
-from components.common.kv.store import KvStore
+from components.common.kv.store import NAMESPACES, KvStore
 from components.common.messages.salt import bare, compose, plain
 from components.common.storage.account import Account
 from tests.kv_azurite import KvAzurite, free_port
@@ -177,3 +182,21 @@ def test_kv_set_apart_stays_its_tenants_and_private_kv_is_nobodys() -> None:
         nobody = tier_params("prefill", {}, plain(salt + private) or None, False)
         assert (nobody["tenant"], nobody["kv_load_tiers"]) == ("", [])
         assert bare(salt + apart) == bare(salt + private) == salt, "the router goes by the request's own salt"
+
+
+def test_notes_of_other_versions_keep_nothing_of_a_condemned_chain(store: KvStore) -> None:
+    """What a worker of another release noted is not understood here; the chunk goes under its namespace as well."""
+    digests, key = ["a" * 32, "b" * 32, "c" * 32], hashlib.sha256(b"wrong").digest()
+    for digest, text in zip(digests, (b'{"weights_digest": "w", "of": "the future"}', b"\xff", b"[]"), strict=True):
+        store.write(f"{NAMESPACES}{digest}.json", text)
+    store.write(f"{NAMESPACES}README.md", b"hello")
+    names = [object_name(PUBLIC, scoped(d, 0), key) for d in digests]
+    for blob in names:
+        store.account.put(store.control, blob, b"x")
+    shadow = Shadow.__new__(Shadow)  # an engine is not needed to delete
+    shadow._store, shadow._account = store, store.account
+    remember(store, [store.control])
+    shadow._journal = JournalWriter(store, "w-shadow")
+    shadow._delete(PUBLIC, [key])
+    assert [i.name for i in store.list(store.control) if not i.name.startswith("_")] == []
+    assert store.read(f"{NAMESPACES}README.md")[0] == b"hello"

@@ -16,11 +16,9 @@ from components.common.kv.classes import home_of
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.containers import known
 from components.common.kv.journal import JournalWriter
-from components.common.kv.keys import Namespace
 from components.common.kv.quarantine import Mark, Quarantine, condemn, owner
-from components.common.kv.shadow import Condemned, Hit, ShadowChecker, Tops, quarantine
+from components.common.kv.shadow import Condemned, Hit, ShadowChecker, Tops, known_namespaces, quarantine
 from components.common.kv.store import KvStore
-from components.common.kv.stores import NAMESPACES
 from components.common.messages.salt import plain
 from components.common.storage.account import Account
 
@@ -111,13 +109,9 @@ class Shadow:
                 wait_s = min(2 * wait_s, _RETRY_MOST_S)
 
     def _delete(self, tenant: str, keys: list[bytes]) -> None:
-        """In every namespace of these weights that the store knows: one too many costs a recomputation."""
-        notes = [
-            self._account.get(self._store.control, b.name) for b in self._account.list(self._store.control, NAMESPACES)
-        ]
-        spaces = [Namespace.model_validate_json(n) for n in notes]
+        """In every namespace that the store knows: one too many costs a recomputation."""
         names = quarantine(
-            self._store, known(self._store), tenant, spaces, keys,
+            self._store, known(self._store), tenant, known_namespaces(self._store), keys,
             lambda name, reason: self._journal.add("g", name, reason, f"{time.time():.3f}"),
         )  # fmt: skip
         self._journal.flush()

@@ -131,7 +131,7 @@ def _read(store: KvStore) -> tuple[dict[str, Marks], str]:
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']!r}, not {FORMAT!r}")
         return {str(t): _marks(m) for t, m in body["tenants"].items()}, etag
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise DynamoBlobError(
             "KV-QUARANTINE-INVALID", "the quarantine cannot be read", where=_uri(store), why=str(e),
             do="restore the object; deleting it forgets what was found wrong: restart the workers then",

@@ -28,8 +28,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from components.common.kv.epochs import scoped
-from components.common.kv.keys import Namespace, object_name
-from components.common.kv.store import KvStore
+from components.common.kv.keys import is_tenant, object_name
+from components.common.kv.store import NAMESPACES, KvStore
 
 log = logging.getLogger(__name__)
 
@@ -224,24 +224,38 @@ def distance(a: Tops, b: Tops) -> float:
     return out
 
 
+def known_namespaces(store: KvStore) -> list[str]:
+    """Digests of the namespaces that workers of any version noted in the store: the notes' names; what they say is
+    not read, for another version may say it otherwise. A note of no such name is left alone, and told. Blocking I/O."""
+    out = []
+    for info in store.list(store.control, NAMESPACES):
+        digest = info.name.removeprefix(NAMESPACES).removesuffix(".json")
+        if is_tenant(digest):  # 32 hex digits, as a tenant
+            out.append(digest)
+        else:
+            log.warning("KV-NAMESPACE-NOTE: %s is no note of a namespace; left alone", info.name)
+    return out
+
+
 def quarantine(
     store: KvStore,
     containers: Iterable[str],
     tenant: str,
-    namespaces: Iterable[Namespace],
+    namespaces: Iterable[str],
     keys: Sequence[bytes],
     note_gone: Callable[[str, str], None],
     descendants: Callable[[str], list[str]] = lambda name: [],
 ) -> list[str]:
     """Delete the objects of `keys` and of everything below the first one, in every container and generation in force.
 
+    namespaces   digests, as in names: `known_namespaces`
     `note_gone` tells this worker's index (and, by its journal, the others). Returns the names condemned. Blocking I/O.
     """
     generation = store.read_epochs().get(tenant, 0)
     names: dict[str, None] = {}
     for namespace in namespaces:
         for key in keys:
-            name = object_name(tenant, scoped(namespace.digest(), generation), key)
+            name = object_name(tenant, scoped(namespace, generation), key)
             names[name] = None
             names.update(dict.fromkeys(descendants(name)))
     for name in names:  # first out of the index, then out of the store: nobody is sent there meanwhile

@@ -33,6 +33,8 @@ CONTROL = "_control/"
 LOCK_OBJECT = "_control/sweeper.lock"
 SNAPSHOT_OBJECT = "_control/catalogue.snapshot"
 JOURNAL_PREFIX = "_control/journal/"
+NAMESPACES = "_control/namespaces/"
+"""One small JSON per namespace ever used in the container: why two workers do not share."""
 PURGE_PREFIX = generations.PURGES
 WORKERS_PREFIX = "_control/workers/"
 CONTAINERS_OBJECT = "_control/containers.json"

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 from components.common.errors import DynamoBlobError
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import Namespace
+from components.common.kv.store import NAMESPACES
 from components.common.storage.account import Account
 from components.common.transfer.base import Connection, Transport
 from components.common.transfer.nixl_blob import BlobTransport
@@ -22,9 +23,6 @@ from components.common.transfer.nixl_posix import PosixTransport
 from components.common.transfer.staging import StagingPool
 
 log = logging.getLogger(__name__)
-
-NAMESPACES = "_control/namespaces/"
-"""One small JSON per namespace ever used in the container: why two workers do not share."""
 
 RENEW_AT = 2 / 3
 
