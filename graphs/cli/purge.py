@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         tenant_hash=PUBLIC if args.unsalted else "", older_than_s=older,
         salt_key_file=str(file.salt_key_path(args.tenant)) if rotate and file else "",
         settle_s=max(s.epochs_stale_s + s.store_deadline_s for s in settings),
+        directories=directories(args), directories_s=3 * max(s.epochs_refresh_s for s in settings),
     )  # fmt: skip
     account = Account(config.account)
     store = KvStore(account, config.control)
@@ -130,6 +131,15 @@ def kv_settings(args: argparse.Namespace) -> list[KvTiersConfig]:
             do="nothing to purge; check --graph or --plan",
         )
     return found
+
+
+def directories(args: argparse.Namespace) -> tuple[str, ...]:
+    """Workers of the plan (read by `kv_settings` before) with a directory tier."""
+    plan = json.loads(Path(args.plan or live(args).path / "plan.json").read_text())
+    kept = [
+        p for p in plan["processes"] if ((p.get("config") or {}).get("kv") or {}).get("settings", {}).get("nvme_dir")
+    ]
+    return tuple(sorted(str(p.get("name", "?")) for p in kept))
 
 
 def signing_key(args: argparse.Namespace) -> SigningKey:
@@ -191,6 +201,7 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['probe']['newer']} written since; asked for {report['probe']['asked']} deleted names: none there",
             f"  workers     {workers(report['workers'])}",
             f"  memory      {report['memory']}",
+            f"  NVMe        {', '.join(report['directories']['workers']) or 'none'}: {report['directories']['says']}",
             f"  afterwards  {kept}: {report['recoverable']['why']}",
             f"  report      {report['id']}, signed by {report['key'][:16]}…",
         )

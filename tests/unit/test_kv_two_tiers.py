@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from components.common.kv.keys import PUBLIC
+from components.common.kv.store import KvStore
 from tests.kvtools import kv
 from tests.kvtools.fixtures import names, stored
+from tests.kvtools.proxy import wait_for
 
 
 def both(make: Any, root: Path) -> Any:
@@ -48,13 +50,12 @@ def test_what_the_directory_lost_comes_from_blob(make, tmp_path) -> None:
 
 
 def test_a_purge_reaches_the_directory(make, store, container, tmp_path) -> None:
-    """Its names carry the tenant's generation too: what was stored before is never looked up again."""
-    from components.common.kv.store import KvStore
-    from tests.kvtools.proxy import wait_for
-
-    tenant = "7" * 32
+    """Names carry the tenant's generation: what was stored before is never looked up again, and is deleted by its worker."""
+    tenant, other = "7" * 32, "8" * 32
     scheduler, chunks = both(make, tmp_path), names(3)
     stored(scheduler, chunks, tenant=tenant)
+    stored(scheduler, names(2, "o"), tenant=other)
+    assert len(files(tmp_path)) == 5
     scheduler.forget()
     control = KvStore(store.account(), container)
     control.raise_epoch(tenant)
@@ -67,3 +68,9 @@ def test_a_purge_reaches_the_directory(make, store, container, tmp_path) -> None
         )
     request = scheduler.request(tenant=tenant, chunks=chunks)
     assert scheduler.hit(request, chunks) == 0
+    wait_for(lambda: not (tmp_path / tenant).exists(), 30, "the files are gone")
+    assert len(files(tmp_path / other)) == 2, "the other tenant's stay"
+    stored(scheduler, names(2, "new"), tenant=tenant)
+    assert len(files(tmp_path / tenant)) == 2, "of the new generation"
+    posix = scheduler.manager.secondary_tiers[0]
+    assert posix.status()["directory"]["deleted_purged"] == 3

@@ -13,6 +13,7 @@ from components.common.errors import DynamoBlobError
 from components.common.kv.classes import Classes, home_of
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.containers import remember
+from components.common.kv.directory import DirectoryIndex, Owners, Upkeep
 from components.common.kv.epochs import Epochs
 from components.common.kv.fence import Fence, Flight
 from components.common.kv.index import Index
@@ -58,6 +59,7 @@ class Opened:
     note: Others | None = None
     listener: Listener | None = None
     fence: Fence | None = None
+    upkeep: Upkeep | None = None
     closers: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -146,8 +148,13 @@ def open_tier(
         if config.tenants_file:
             opened.follower = Follower(watched, lambda new: setattr(opened, "classes", new), config.epochs_refresh_s)
         opened.note = Others(notes, namespaces)
-        if config.account is not None:  # a purge is one: its generations rule the directory too
-            _follow_purges(opened, config)
+        control = _follow_purges(opened, config) if config.account is not None else None
+        opened.index = index = DirectoryIndex()
+        opened.upkeep = Upkeep(
+            Path(config.nvme_dir), lambda: opened.classes, Owners(config.tenants_file), index, epochs=opened.epochs,
+            control=control, look_s=config.epochs_refresh_s,
+        ).start()  # fmt: skip
+        opened.closers.insert(0, opened.upkeep.close)
     else:
         opened = _open_blob(config, pool, namespaces, worker or f"worker-{os.getpid()}")
         opened.mac_key = key
@@ -156,8 +163,8 @@ def open_tier(
     return opened
 
 
-def _follow_purges(opened: Opened, config: KvTiersConfig) -> None:
-    """The tenants' purge generations, for a directory beside a Blob tier."""
+def _follow_purges(opened: Opened, config: KvTiersConfig) -> KvStore:
+    """The tenants' purge generations rule a directory beside a Blob tier too."""
     assert config.account is not None
     account = Account(config.account)
     control = KvStore(account, home_of(config), threads=1)
@@ -166,6 +173,7 @@ def _follow_purges(opened: Opened, config: KvTiersConfig) -> None:
     ).start()  # fmt: skip
     opened.epochs.wait_first(FIRST_READ_S)
     opened.closers = [opened.epochs.close, control.close, account.close]
+    return control
 
 
 FIRST_READ_S = 3.0

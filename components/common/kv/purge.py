@@ -65,6 +65,12 @@ class PurgeConfig(Config):
         ge=0,
         description="seconds to wait for puts that workers report as past their deadline and still on their way",
     )
+    directories: tuple[str, ...] = Field(
+        (), description="workers that keep a directory tier (NVMe) of their own, by name"
+    )
+    directories_s: float = Field(
+        10.0, gt=0, description="seconds until a worker that runs has looked through its directory"
+    )
     probe_s: float = Field(300.0, gt=0, description="seconds the proving process may take")
 
 
@@ -287,6 +293,7 @@ class Purge:
             "deleted": state.deleted, "deleted_bytes": state.deleted_bytes, "late": state.late, "resumed": state.resumed,
             "salt_key": "rotated" if state.rotated else "kept", "memory": _memory(state, self.config),
             "protection": protection, "recoverable": recoverable(protection, finished), "probe": proof,
+            "directories": _directories(self.config),
             "workers": {"confirmed": workers.confirmed, "silent": workers.silent},
         }  # fmt: skip
         signed = self._key.sign(report)
@@ -329,6 +336,22 @@ def recoverable(protection: dict[str, Any], at: float) -> dict[str, Any]:
         days = protection["soft_delete_days"]
         return {"until": at + 86400 * days, "why": f"soft delete keeps it for {days} days"}
     return {"until": 0, "why": "neither soft delete nor versioning on this account"}
+
+
+def _directories(config: PurgeConfig) -> dict[str, Any]:
+    """What holds for files on the nodes' own disks, which no proof from here can see."""
+    if not config.directories:
+        return {"workers": [], "says": "no worker keeps KV in a directory of its node"}
+    soon = f"each of these workers deletes them within {config.directories_s:g} s and a millisecond a file, one that does not run at its next start"
+    if config.older_than_s:
+        return {
+            "workers": list(config.directories),
+            "says": f"NOT proven: files written before the cutoff may be used until they are deleted; {soon}",
+        }
+    return {
+        "workers": list(config.directories),
+        "says": f"unreachable: the generation is part of every file's name; {soon}",
+    }
 
 
 def _memory(state: State, config: PurgeConfig) -> str:

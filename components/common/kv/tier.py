@@ -350,6 +350,7 @@ class DynamoBlobTier(SecondaryTierManager):
             "queued": {"loads": self._mover.queued_loads, "stores": self._mover.queued_stores},
             "transport": self._opened.stats(),
             "tenants_file": self._opened.problem,
+            "directory": self._opened.upkeep.status() if self._opened.upkeep else None,
         }
 
     def _write_status(self) -> None:
