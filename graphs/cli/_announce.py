@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from components.common.errors import DynamoBlobError
 from components.common.messages.announce import Announcement, publish
 from graphs.launch import runs
 from graphs.plan import Plan
@@ -19,7 +20,12 @@ def add_announce(parser: argparse.ArgumentParser) -> None:
 
 def tell(args: argparse.Namespace, item: Announcement, later: str) -> None:
     """Announce to everybody who should hear it. `later`: when they notice without having been told."""
-    for url in urls(args):
+    try:
+        found = urls(args)
+    except DynamoBlobError as e:  # a plan that cannot be read: what was done is done all the same
+        print(f"warning: ANNOUNCE-FAILED: nobody was told: {e.code}: {e.where}; {later}", file=sys.stderr)
+        return
+    for url in found:
         why = publish(url, item)
         if why:
             print(f"warning: ANNOUNCE-FAILED: nobody was told: {why}; {later}", file=sys.stderr)

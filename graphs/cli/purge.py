@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             "PURGE-NO-TENANT", "the tenant's name is empty", where="--tenant", do="name the tenant, or say --unsalted for traffic without one"
         )  # fmt: skip
     older = age(args.older_than) if args.older_than else 0.0
+    if args.report:
+        write_report(args.report, "", "")
     settings = kv_settings(args)
     path = args.tenants or (Path(settings[0].tenants_file) if settings[0].tenants_file else None)
     file = TenantsFile.load(path) if path else None
@@ -100,9 +103,23 @@ def run(args: argparse.Namespace) -> int:
         store.close()
         account.close()
     if args.report:
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.report, json.dumps(report, indent=1) + "\n", report["id"])
     print(json.dumps(report) if args.json else summary(report))
     return 0
+
+
+def write_report(path: Path, text: str, name: str) -> None:
+    """Raises PURGE-REPORT; before a purge it is called with an empty text and writes nothing."""
+    try:
+        if text:
+            path.write_text(text)
+        elif not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+            raise PermissionError(13, "nothing can be written there")
+    except OSError as e:
+        raise DynamoBlobError(
+            "PURGE-REPORT", "the report cannot be written" + (f"; the purge is done and proven, its report {name} is in Blob" if name else ""),
+            where=str(path), why=e.strerror or str(e), do="name a file in a folder that can be written",
+        ) from None  # fmt: skip
 
 
 def age(text: str) -> float:
@@ -118,10 +135,10 @@ def kv_settings(args: argparse.Namespace) -> list[KvTiersConfig]:
     path = args.plan or live(args).path / "plan.json"
     try:
         plan: dict[str, Any] = json.loads(Path(path).read_text())
-        raw = [(p.get("config") or {}).get("kv") for p in plan["processes"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raw = [kv["settings"] for p in plan["processes"] if (kv := (p.get("config") or {}).get("kv"))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DynamoBlobError("PURGE-PLAN", "the plan cannot be read", where=str(path), why=f"{type(e).__name__}: {e}", do="pass --plan RUN/plan.json") from None  # fmt: skip
-    found = [KvTiersConfig.parse(kv["settings"], where=f"{path}: kv") for kv in raw if kv]
+    found = [KvTiersConfig.parse(settings, where=f"{path}: kv") for settings in raw]
     found = [s for s in found if s.account is not None]
     if not found:
         raise DynamoBlobError(
@@ -137,7 +154,7 @@ def directories(args: argparse.Namespace) -> tuple[str, ...]:
     """Workers of the plan (read by `kv_settings` before) with a directory tier."""
     plan = json.loads(Path(args.plan or live(args).path / "plan.json").read_text())
     kept = [
-        p for p in plan["processes"] if ((p.get("config") or {}).get("kv") or {}).get("settings", {}).get("nvme_dir")
+        p for p in plan["processes"] if (kv := (p.get("config") or {}).get("kv")) and kv["settings"].get("nvme_dir")
     ]
     return tuple(sorted(str(p.get("name", "?")) for p in kept))
 
@@ -145,7 +162,12 @@ def directories(args: argparse.Namespace) -> tuple[str, ...]:
 def signing_key(args: argparse.Namespace) -> SigningKey:
     path = args.sign_key or (args.state or runs.default_state()).absolute() / "keys" / "purge.pem"
     if not args.sign_key and not path.exists():
-        SigningKey.generate().write(path)
+        try:
+            SigningKey.generate().write(path)
+        except OSError as e:
+            raise DynamoBlobError(
+                "PURGE-KEY", "no key for the report can be made", where=str(path), why=e.strerror or str(e), do="pass --sign-key FILE"
+            ) from None  # fmt: skip
     return SigningKey.open(path)
 
 

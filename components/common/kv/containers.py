@@ -101,7 +101,7 @@ def _read(store: KvStore) -> tuple[tuple[str, ...], str]:
         if body["format"] != FORMAT or not all(isinstance(c, str) and c for c in body["containers"]):
             raise ValueError(f"format {body['format']!r}, or no list of names")
         return tuple(body["containers"]), etag
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise DynamoBlobError(
             "KV-CONTAINERS-INVALID", "the record of containers cannot be read", where=store.account.uri(store.control, CONTAINERS_OBJECT),
             why=str(e), do="restore the object (its containers, as JSON); while it is unreadable new workers put nothing and no purge begins",

@@ -192,7 +192,7 @@ def _said(raw: bytes, tenant: str) -> tuple[int, int] | None:
     try:
         found: dict[str, Any] = json.loads(raw)["seen"][tenant]
         return int(found["generation"]), int(found["under_way"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

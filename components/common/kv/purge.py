@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +26,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ from components.common.messages.tenants import can_rotate, rotate_salt_key
 from components.common.registry.signing import SigningKey
 from components.common.storage.config import AccountConfig
 from components.common.storage.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 FORMAT = "dynamo-blob.purge-report/1"
 _BATCH = 512
@@ -91,6 +95,22 @@ class State:
     late: int = 0
     resumed: int = 0
     sample: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, raw: bytes, tenant: str) -> State | None:
+        """The state of a purge of `tenant`; None for anything else, also what another version wrote."""
+        try:
+            body = json.loads(raw)
+            state = cls(**body)
+            state.sample = [(str(container), str(name)) for container, name in state.sample]
+            kinds = {f.name: f.type for f in fields(cls) if f.name != "sample"}
+            sound = all(type(body[n]).__name__ in ("int", k) for n, k in kinds.items() if n in body)
+            numbers = (state.cutoff, state.started, state.raised_at, state.generation)
+            if not sound or state.tenant != tenant or not all(math.isfinite(x) and x >= 0 for x in numbers):
+                return None
+            return state if isinstance(state.id, str) and isinstance(state.phase, str) else None
+        except (ValueError, TypeError, RecursionError, OverflowError):
+            return None
 
 
 class Purge:
@@ -144,8 +164,13 @@ class Purge:
     def _begin(self) -> State:
         raw, _ = self.store.read(self._object)
         if raw is not None:
-            state = State(**json.loads(raw))
-            if state.phase != "done":
+            state = State.parse(raw, self.tenant)
+            if state is None:  # a fresh purge covers whatever that one did and did not
+                log.warning(
+                    "KV-PURGE-STATE: %s says nothing of use; the purge begins anew",
+                    self.store.account.uri(self.store.control, self._object),
+                )
+            elif state.phase != "done":
                 state.resumed += 1
                 state.id = uuid.uuid4().hex  # the first attempt may still be running: each has a report of its own
                 if self.config.older_than_s:  # the age asked for now; what is recomputed meanwhile has its old name
@@ -278,6 +303,8 @@ class Purge:
                     capture_output=True, text=True, timeout=self.config.probe_s, check=False, cwd=Path(__file__).parents[3],
                 )  # fmt: skip
                 found = json.loads(ran.stdout.strip().splitlines()[-1])
+                if not isinstance(found, dict):
+                    raise ValueError("no object")
             except (subprocess.TimeoutExpired, ValueError, IndexError) as e:
                 return {"clean": False, "error": f"the proving process gave no answer: {type(e).__name__}"}
         if found.get("pid") == os.getpid():

@@ -1,0 +1,128 @@
+"""`dynamo purge` with files that are not what they should be: a code each, before anything is changed; never a fault of the program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.common.kv.containers import CONTAINERS_OBJECT
+from components.common.kv.epochs import EPOCHS_OBJECT, scoped
+from components.common.kv.generations import COPY_OBJECT
+from components.common.kv.purge import Purge, PurgeConfig, State
+from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
+from components.common.messages.salt import tenant_hash
+from components.common.registry.signing import SigningKey
+from graphs.cli.main import main
+from tests.kv_azurite import NAMESPACE, name
+from tests.kvtools.azure import new_container, shared
+
+ACME = tenant_hash("acme")
+DEEP = b"[" * 100_000
+
+
+@pytest.fixture
+def store() -> Any:
+    server = shared()
+    account = server.account()
+    yield (kv := KvStore(account, new_container(server)))
+    kv.close()
+    account.close()
+
+
+def plan(folder: Path, store: KvStore, **more: Any) -> Path:
+    settings = {
+        "dram_bytes": 1 << 20, "account": store.account.config.model_dump(mode="json"), "container": store.control,
+        "epochs_refresh_s": 0.2, "epochs_stale_s": 0.5, "store_deadline_s": 0.5, **more,
+    }  # fmt: skip
+    path = folder / "plan.json"
+    path.write_text(
+        json.dumps({"processes": [{"name": "decode-0", "config": {"kv": {"settings": settings}}}, {"name": "x"}]})
+    )
+    return path
+
+
+def purge(folder: Path, path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main(["purge", "--tenant", "acme", "--plan", str(path), "--state", str(folder / "state"), "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", '{"processes": 5}', '{"processes": [5]}', '{"processes": [{"config": {"kv": {"a": 1}}}]}',
+        '{"processes": [{"config": {"kv": [1]}}]}', '{"processes": [{"config": [1]}]}', DEEP.decode(),
+    ],
+)  # fmt: skip
+def test_a_plan_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    code, out = purge(tmp_path, path, capsys)
+    assert (code, out["error"]["code"]) == (1, "PURGE-PLAN")
+
+
+def test_a_report_or_key_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan(tmp_path, store)
+    for bad in (tmp_path / "no such folder" / "r.json", tmp_path):
+        code, out = purge(tmp_path, path, capsys, "--report", str(bad))
+        assert (code, out["error"]["code"]) == (1, "PURGE-REPORT")
+    (tmp_path / "state").write_text("a file")
+    code, out = purge(tmp_path, path, capsys)
+    assert (code, out["error"]["code"]) == (1, "PURGE-KEY")
+    assert [i.name for i in store.list(store.control)] == [], "nothing was begun"
+
+
+def test_control_files_that_cannot_be_read(tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = plan(tmp_path, store), f"{PURGE_PREFIX}{ACME}.json"
+    store.write(CONTAINERS_OBJECT, DEEP)
+    code, out = purge(tmp_path, path, capsys)
+    assert (code, out["error"]["code"]) == (1, "KV-CONTAINERS-INVALID")
+    store.delete(store.control, [CONTAINERS_OBJECT])
+    for bad in (EPOCHS_OBJECT, COPY_OBJECT, state):
+        store.write(bad, DEEP)
+    code, out = purge(tmp_path, path, capsys)
+    assert (code, out["error"]["code"]) == (1, "KV-EPOCHS-INVALID")
+
+
+STATE = {"id": "a", "tenant": ACME, "generation": 7, "cutoff": 0.0, "started": 1.0, "phase": "delete"}
+BAD = {
+    "empty": b"", "a list": b"[]", "deep": DEEP, "no field": b"{}", "a field too many": json.dumps({**STATE, "more": 1}).encode(),
+    "another tenant": json.dumps({**STATE, "tenant": "b" * 32}).encode(), "text for a number": json.dumps({**STATE, "deleted": "x"}).encode(),
+    "no number": json.dumps({**STATE, "cutoff": float("nan")}).encode(), "infinite": json.dumps({**STATE, "raised_at": float("inf")}).encode(),
+    "a sample of nothing": json.dumps({**STATE, "sample": [1, 2]}).encode(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_state_that_says_nothing_begins_anew(store: KvStore, what: str) -> None:
+    config = PurgeConfig(account=store.account.config, control=store.control, containers=(), tenant="acme", settle_s=0)
+    store.raise_epoch(ACME)
+    store.write(f"{PURGE_PREFIX}{ACME}.json", BAD[what])
+    begun = Purge(config, store, SigningKey.generate())._begin()
+    assert (begun.resumed, begun.generation, begun.phase) == (0, 2, "raise")
+    assert State.parse(json.dumps(STATE).encode(), ACME) == State(**STATE)  # type: ignore[arg-type]
+
+
+def test_a_whole_purge_over_bad_control_files(
+    tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is restored or begun anew is purged and proven as ever; the report names what lies on nodes."""
+    store.raise_epoch(ACME, at_least=4)
+    store.account.put(store.control, name("acme", 1, generation=4), b"x")
+    store.write(EPOCHS_OBJECT, b"{")
+    store.write(f"{PURGE_PREFIX}{ACME}.json", DEEP)
+    store.write(
+        f"{WORKERS_PREFIX}w.json", b'{"seen": {"%s": {"generation": Infinity, "under_way": 1}}}' % ACME.encode()
+    )
+    path = plan(tmp_path, store, nvme_dir=str(tmp_path / "nvme"))
+    code, report = purge(tmp_path, path, capsys, "--report", str(tmp_path / "r.json"))
+    assert code == 0, report
+    assert report["generation"] == 5 and report["deleted"] == 1 and report["probe"]["clean"]
+    assert report["directories"]["workers"] == ["decode-0"] and "unreachable" in report["directories"]["says"]
+    assert list(report["workers"]["silent"]) == ["w"] and json.loads((tmp_path / "r.json").read_text()) == report
+    assert scoped(NAMESPACE, 5) == scoped(NAMESPACE, store.read_epochs()[ACME])
