@@ -98,7 +98,8 @@ class KvStore:
             return name, "STOPPED"
         try:
             self.requests["delete"] += 1
-            self.account.delete(container, name, all_of_it=True)
+            with self.account.errors(container, name):  # a blob that has snapshots cannot be deleted without them
+                self.account.blob(container, name).delete_blob(delete_snapshots="include")
             return name, None
         except StorageError as e:
             return name, "" if e.code in ("STORAGE-NOT-FOUND", "STORAGE-NO-CONTAINER") else e.code

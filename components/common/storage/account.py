@@ -20,7 +20,6 @@ from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import (
     BlobBlock,
     BlobClient,
-    BlobLeaseClient,
     BlobServiceClient,
     BlockState,
     ContainerClient,
@@ -257,26 +256,12 @@ class Account:
             )
         return str(answer["etag"])
 
-    def delete(self, container: str, name: str, *, etag: str = "", all_of_it: bool = False) -> None:
-        """Delete the blob, if its ETag is still `etag` when one is given.
-
-        all_of_it   its snapshots too, and whoever holds a lease on it: nothing of ours takes either on a KV object,
-                    and what a person left must not keep data of a tenant alive
-        """
+    def delete(self, container: str, name: str, *, etag: str = "") -> None:
+        """Delete the blob, if its ETag is still `etag` when one is given."""
         self._before(f"delete {container}/{name}")
-        more: dict[str, Any] = {"etag": etag, "match_condition": MatchConditions.IfNotModified} if etag else {}
-        if all_of_it:
-            more["delete_snapshots"] = "include"
-        blob = self.blob(container, name)
-        try:
-            with self.errors(container, name):
-                blob.delete_blob(**more)
-        except StorageError as e:
-            if not all_of_it or e.data.get("storage_code") != "LeaseIdMissing":
-                raise
-            with self.errors(container, name):
-                BlobLeaseClient(blob).break_lease(0)
-                blob.delete_blob(**more)
+        condition: dict[str, Any] = {"etag": etag, "match_condition": MatchConditions.IfNotModified} if etag else {}
+        with self.errors(container, name):
+            self.blob(container, name).delete_blob(**condition)
 
     def list(self, container: str, prefix: str = "", *, metadata: bool = False) -> Iterator[BlobInfo]:
         """Blobs under `prefix`, by name."""
