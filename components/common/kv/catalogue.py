@@ -372,6 +372,11 @@ class Catalogue:
 
 def _sound(e: Entry) -> Entry:
     """The entry with every number in the range of its column."""
+    if (
+        0 <= e.nbytes <= _MAX_U32 and 0 <= e.created <= _MAX_U32 and 0 <= e.last_hit <= _MAX_U32 and 0 <= e.hits <= 65535
+        and 0 <= e.saves <= _MAX_SAVES and 0 <= e.parent < 2**64 and 0 <= e.turn <= 255
+    ):  # fmt: skip
+        return e
     return e._replace(
         nbytes=_within(e.nbytes, _MAX_U32), created=_within(e.created, _MAX_U32), last_hit=_within(e.last_hit, _MAX_U32),
         hits=_within(e.hits, 65535), saves=min(max(e.saves, 0.0), _MAX_SAVES) if math.isfinite(e.saves) else 0.0,
