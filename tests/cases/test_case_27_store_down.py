@@ -25,7 +25,7 @@ def test_down_then_back(make, proxy) -> None:
     assert cost < 0.01, f"{cost * 1e3:.2f} ms CPU for a miss of 50 chunks"
     proxy.heal()
     wait_for(lambda: reader.tier._opened.transport("default").available(False), 20, "recovers by itself")
-    assert reader.hit(reader.request(chunks=chunks), chunks) == 4
+    wait_for(lambda: reader.hit(reader.request(chunks=chunks), chunks) == 4, 20, f"hits again: {reader.reasons()}")
 
 
 def cpu(do, n: int = 20) -> float:

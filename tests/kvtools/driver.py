@@ -17,6 +17,8 @@ ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
+ENDING_S = 20.0
+"""As a worker gives its engine; vLLM's own 5 s kill one that has transfers under way."""
 
 
 class Driver:
@@ -118,7 +120,7 @@ class Driver:
 
     async def stop(self, name: str) -> None:
         llm = self.engines.pop(name)
-        await asyncio.to_thread(llm.shutdown)
+        await asyncio.to_thread(llm.shutdown, ENDING_S)
         import prometheus_client
 
         for collector in list(prometheus_client.REGISTRY._collector_to_names):

@@ -67,6 +67,7 @@ class Driver:
         self._sockets.cleanup()
         if self._lock is not None:
             self._lock.close()
+        assert b"BufferError" not in self.log.read_bytes(), f"an engine ended with views of DRAM left: {self.log}"
 
     def _read(self) -> None:
         for line in self.process.stdout:

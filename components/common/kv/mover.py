@@ -24,7 +24,7 @@ import numpy as np
 from components.common.kv.fence import Flight
 from components.common.kv.keys import parse_name
 from components.common.kv.objects import HEADER_BYTES, Codec
-from components.common.transfer.base import Outcome, Transport
+from components.common.transfer.base import Done, Outcome, Transport
 from components.common.transfer.staging import Slot, StagingPool
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,15 @@ Reason = Literal[
 
 _TICK_S = 0.05
 _TAIL = 64
+_HAND_S = 2.0
+"""Longest wait at close for a copy that a thread has begun (milliseconds of work)."""
+_NO_ROW: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One chunk on its way. `row` is its row in DRAM (uint8), valid until `done(unit, reason)` was called.
+    """One chunk on its way. `row` is its row in DRAM (uint8); the unit lets go of it when it ends, because a transport
+    may hold the unit for minutes more and the DRAM tier cannot be unmapped under a view.
 
     `guard` is asked just before an object is sent, when it is there, and before it is used: False means that it is
     no longer wanted (the tenant was purged meanwhile). `flight` follows a put until its transfer really is over.
@@ -59,6 +63,7 @@ class Unit:
     begun: float = field(default_factory=time.monotonic)
     outcome: Outcome | None = None
     verify: bool = False
+    read_back: bool = False
     over: bool = False
 
 
@@ -84,6 +89,7 @@ class Mover:
         self._loads: deque[Unit] = deque()
         self._stores: deque[Unit] = deque()
         self._landed: deque[Unit] = deque()
+        self._flying: set[Unit] = set()
         self._live = 0
         self._closed = False
         self.reasons: Counter[str] = Counter()
@@ -126,7 +132,10 @@ class Mover:
             return self._lock.wait_for(lambda: self._live == 0, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Queued chunks end as "closed", the others by their outcome. True when all have ended."""
+        """Queued chunks end as "closed" at once; those in the store's hands too, `timeout` seconds later. True when all have ended.
+
+        NIXL cannot cancel: a transfer that was given up goes on between store and staging slot, which is never freed.
+        """
         with self._lock:
             self._closed = True
             waiting = [*self._loads, *self._stores]
@@ -135,10 +144,23 @@ class Mover:
             self._lock.notify_all()
         for unit in waiting:
             self._end(unit, "closed")
-        drained = self.drain(timeout)
+        if not self.drain(timeout):
+            self._give_up()
+        ended = self.drain(_HAND_S)
         for thread in self._threads:
             thread.join(1.0)
-        return drained
+        return ended
+
+    def _give_up(self) -> None:
+        with self._lock:
+            flying = list(self._flying)
+            self._flying.clear()
+            for unit in flying:
+                unit.over, unit.slot = True, None  # the slot is the transfer's until it lands
+        if flying:
+            log.warning("KV-SHUTDOWN: %d chunks that the store still has in hand are given up", len(flying))
+        for unit in flying:
+            self._ended(unit, "closed")
 
     def _enqueue(self, unit: Unit, queue: deque[Unit]) -> None:
         with self._lock:
@@ -195,17 +217,6 @@ class Mover:
         slot = unit.slot
         assert slot is not None
 
-        def landed(outcome: Outcome) -> None:
-            unit.outcome = outcome
-            if unit.flight is not None:
-                if outcome is Outcome.LATE:
-                    slot.over = unit.flight.over
-                else:
-                    unit.flight.over()
-            with self._lock:
-                self._landed.append(unit)
-                self._lock.notify()
-
         if unit.store:
             name = parse_name(unit.name)
             assert name is not None
@@ -218,10 +229,38 @@ class Mover:
                 return
             np.copyto(slot.array[HEADER_BYTES : HEADER_BYTES + unit.row.nbytes], unit.row)
             self.codec.seal(slot.view, name.tenant, name.namespace, bytes.fromhex(name.hash))
-            unit.transport.write(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)
+            unit.transport.write(unit.name, slot, self.codec.object_bytes, unit.deadline, self._landing(unit))
         else:
-            self._blank(slot)
-            unit.transport.read(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)
+            self._read(unit, slot)
+
+    def _read(self, unit: Unit, slot: Slot) -> None:
+        self._blank(slot)
+        unit.transport.read(unit.name, slot, self.codec.object_bytes, unit.deadline, self._landing(unit))
+
+    def _landing(self, unit: Unit) -> Done:
+        """What the transport calls when its transfer of `unit` is over. From here on nobody needs the row until it lands."""
+        slot, flight = unit.slot, None if unit.read_back else unit.flight
+        assert slot is not None
+
+        def landed(outcome: Outcome) -> None:
+            if flight is not None:
+                if outcome is Outcome.LATE:
+                    slot.over = flight.over
+                else:
+                    flight.over()
+            with self._lock:
+                given_up = unit.over
+                self._flying.discard(unit)
+                if not given_up:
+                    unit.outcome = outcome
+                    self._landed.append(unit)
+                    self._lock.notify()
+            if given_up and outcome is not Outcome.LATE:
+                self.pool.release(slot)
+
+        with self._lock:
+            self._flying.add(unit)
+        return landed
 
     def _blank(self, slot: Slot) -> None:
         """Head and tail: a short answer ends DONE and leaves what the slot held, perhaps this very object."""
@@ -230,14 +269,17 @@ class Mover:
 
     def _land(self, unit: Unit) -> None:
         outcome = unit.outcome
-        if outcome is not Outcome.DONE:
-            reason: Reason = "failed" if outcome is None else outcome.value  # type: ignore[assignment]
-            if outcome is Outcome.LATE:
-                unit.slot = None  # quarantined: the transport gives it back
-            self._end(unit, reason)
+        if outcome is Outcome.LATE:
+            unit.slot = None  # quarantined: the transport gives it back
+        if unit.read_back:
+            good = outcome is Outcome.DONE and self._doubt(unit) is None
+            self._end(unit, "ok" if good and (unit.guard is None or unit.guard()) else "unverified")
+        elif outcome is not Outcome.DONE:
+            self._end(unit, "failed" if outcome is None else outcome.value)  # type: ignore[arg-type]
         elif unit.store and unit.verify:
-            unit.verify = False
-            self._read_back(unit)
+            unit.read_back = True  # is what we wrote what the store gives back? Into the same slot: the write is over
+            assert unit.slot is not None
+            self._read(unit, unit.slot)
         elif unit.store:
             self._end(unit, "ok" if unit.guard is None or unit.guard() else "refused")
         else:
@@ -260,27 +302,16 @@ class Mover:
         assert name is not None and unit.slot is not None
         return self.codec.check(unit.slot.view, name.tenant, name.namespace, bytes.fromhex(name.hash))
 
-    def _read_back(self, unit: Unit) -> None:
-        """Is what we wrote what the store gives back? Into the same slot: the write is over."""
-        slot = unit.slot
-        assert slot is not None
-        self._blank(slot)
-
-        def landed(outcome: Outcome) -> None:
-            if outcome is Outcome.LATE:
-                unit.slot = None
-                self._end(unit, "unverified")
-            else:
-                good = outcome is Outcome.DONE and self._doubt(unit) is None
-                self._end(unit, "ok" if good and (unit.guard is None or unit.guard()) else "unverified")
-
-        unit.transport.read(unit.name, slot, self.codec.object_bytes, unit.deadline, landed)
-
     def _end(self, unit: Unit, reason: Reason) -> None:
         with self._lock:
             if unit.over:
                 return
             unit.over = True
+            self._flying.discard(unit)
+        self._ended(unit, reason)
+
+    def _ended(self, unit: Unit, reason: Reason) -> None:
+        unit.row = _NO_ROW
         if unit.slot is not None:
             self.pool.release(unit.slot)
             unit.slot = None

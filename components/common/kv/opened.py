@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,16 +111,26 @@ class Opened:
         return out
 
     def close(self, drain_s: float) -> bool:
+        """Within `drain_s` seconds (transfers: 1) whatever the store does; True when no transfer is left.
+
+        What still waits for an answer then (the index's last append, say) is on daemon threads, which no exit waits for.
+        """
+        end = time.monotonic() + drain_s
         if self.note is not None:
             self.note.close()
+        drained = all([t.close(min(1.0, max(0.0, end - time.monotonic()))) for t in self.transports.values()])
+        closing = threading.Thread(target=self._finish, args=(drained,), name="kv-close", daemon=True)
+        closing.start()
+        closing.join(max(0.0, end - time.monotonic()))
+        return drained
+
+    def _finish(self, drained: bool) -> None:
         if self.follower is not None:
             self.follower.close()
-        drained = all([t.close(drain_s) for t in self.transports.values()])
         if self.fence is not None:
             self.fence.close(drained)
         for close in self.closers:
             close()
-        return drained
 
 
 def staging_pool(config: KvTiersConfig, row_bytes: int) -> StagingPool:

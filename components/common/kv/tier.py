@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 TENANT, CLASS = "tenant", "class"
 """Keys of kv_transfer_params that name the owner of a request's KV (see `build.kv_params_for`)."""
 
+_DRAIN_S, _CLOSE_S = 5.0, 3.0
+"""Seconds an ending engine waits for chunks under way, and then for transports and index."""
 _STATUS_S = 1.0
 _STATS_S = 0.25
 
@@ -389,10 +391,15 @@ class DynamoBlobTier(SecondaryTierManager):
         self._announced.forget()
 
     def shutdown(self) -> None:
-        """Raises when chunks are still under way after 5 s: vLLM then keeps the DRAM tier mapped."""
-        drained = self._mover.close(5.0)
-        self._opened.close(2.0)
+        """Transfers under way have 5 s; those given up then go on in staging memory, beside the DRAM tier's end.
+
+        Raises when a chunk is being copied for ever: vLLM then keeps the DRAM tier mapped.
+        """
+        ended = self._mover.close(_DRAIN_S)
+        self._opened.close(_CLOSE_S)
         self._take_ends()
         self._rows = np.empty((0, 0), np.uint8)  # the DRAM tier cannot be unmapped under a view
-        if not drained:
-            raise DynamoBlobError("KV-SHUTDOWN", f"{self._mover.live} chunks are still under way", where=self.tier_type)
+        if not ended:
+            raise DynamoBlobError(
+                "KV-SHUTDOWN", f"{self._mover.live} chunks are still being copied", where=self.tier_type
+            )
