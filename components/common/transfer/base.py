@@ -89,7 +89,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, drain_s: float) -> bool:
-        """Stop. Waits up to `drain_s` seconds for transfers in flight; True when none is left.
+        """Stop. Waits up to `drain_s` seconds for transfers and questions in flight; True when none is left.
 
         Transfers that are still in flight keep their memory and do not hold up process exit.
         """

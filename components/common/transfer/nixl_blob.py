@@ -118,8 +118,9 @@ class BlobTransport(Transport):
         }
 
     def close(self, drain_s: float) -> bool:
-        self._queries.close()
-        return self._pump.close(drain_s)
+        end = time.monotonic() + drain_s
+        drained = self._pump.close(drain_s)  # first: a failed read is explained by a question
+        return self._queries.close(max(0.1, end - time.monotonic())) and drained
 
     # ---- connections
 
@@ -187,7 +188,8 @@ class BlobTransport(Transport):
 
 
 def leave_at_exit(transport: Transport) -> None:
-    """For worker processes: transfers in flight would hold up process exit for minutes inside NIXL.
+    """For worker processes: transfers in flight would hold up process exit for minutes inside NIXL, and a question in flight
+    would abort it (a thread of the Azure SDK outlives what it uses).
 
     At exit, when some are left after half a second, the process leaves without running destructors.
     """

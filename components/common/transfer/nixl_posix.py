@@ -116,8 +116,9 @@ class PosixTransport(Transport):
         }
 
     def close(self, drain_s: float) -> bool:
-        self._queries.close()
-        return self._pump.close(drain_s)
+        end = time.monotonic() + drain_s
+        drained = self._pump.close(drain_s)  # first: a failed read is explained by a question
+        return self._queries.close(max(0.1, end - time.monotonic())) and drained
 
     def _explain(self, name: str, deadline: float, answer: Callable[[bool | None], None]) -> None:
         answer((self.root / name).exists() or False)

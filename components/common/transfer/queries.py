@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 3
 _BATCH = 128
-_TICK_S = 0.02
 _REOPEN_S = 2.0
 
 
@@ -99,7 +98,7 @@ class Queries:
     ) -> None:
         self._open_asker, self._outcome, self.stale = open_asker, outcome, expired
         self._queue: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waiting: list[_Question] = []
         self._workers = [_Worker(open_asker, self)]
         self._closed = threading.Event()
@@ -112,6 +111,7 @@ class Queries:
         question = _Question(list(names), deadline, known, counts)
         with self._lock:
             self._waiting.append(question)
+            self._lock.notify()
         self.counts["asked"] += len(question.names)
         self._queue.put(question)
 
@@ -125,10 +125,18 @@ class Queries:
         if self._settle(question, found) and question.counts:
             self._outcome(good)
 
-    def close(self) -> None:
+    def close(self, wait_s: float) -> bool:
+        """True when no question is left in a store's hands, after `wait_s` seconds at most."""
+        end = time.monotonic() + wait_s
         self._closed.set()
-        for _ in self._workers:
+        with self._lock:
+            self._lock.notify()
+        workers = list(self._workers)
+        for _ in workers:
             self._queue.put(None)
+        for worker in workers:
+            worker.thread.join(max(0.0, end - time.monotonic()))
+        return not any(worker.thread.is_alive() for worker in workers)
 
     @property
     def stuck(self) -> int:
@@ -147,10 +155,14 @@ class Queries:
         return True
 
     def _run(self) -> None:
-        while not self._closed.wait(_TICK_S):
-            now = time.monotonic()
+        while not self._closed.is_set():
             with self._lock:
+                now = time.monotonic()
                 late = [q for q in self._waiting if now >= q.deadline]
+                if not late:  # nothing asked, nothing to watch: an idle or shut-out tier wakes nobody
+                    first = min((q.deadline for q in self._waiting), default=None)
+                    self._lock.wait(None if first is None else first - now)
+                    continue
             for question in late:
                 if self._settle(question, {}):
                     self.counts["late"] += 1
