@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import TierFilter
 
 from components.common.errors import DynamoBlobError
-from components.common.kv import hooks, leased
+from components.common.kv import ending, hooks, leased
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.layouts import check_config, check_groups, describe_groups
@@ -52,6 +52,7 @@ class DynamoBlobConnector(OffloadingConnector):
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
         if role == KVConnectorRole.SCHEDULER:
+            ending.install()
             removed = sweep()
             if removed:
                 log.info("removed shared memory of killed engines: %s", ", ".join(removed))
@@ -87,6 +88,10 @@ class DynamoBlobConnector(OffloadingConnector):
     def get_kv_connector_stats(self) -> Any:
         stats = super().get_kv_connector_stats()
         return stats if self.connector_scheduler is None else self._observed.take(stats)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine goes on stepping without requests. Not once it is to end: chunks under way have their time in `shutdown`."""
+        return not ending.told and super().has_pending_push_work()
 
     def _plan(self, request: Request, local: int) -> hooks.Plan:
         """Asked once per request: a decision that changed while the request waits would waste both ways."""

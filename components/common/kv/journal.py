@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES = 2 * 2**20  # of one append; Azure allows 4 MiB at least
 _MOST_APPENDS = 5000  # of one blob; Azure allows 50,000
+_MOST_PERIODS = 4  # between two looks while the store does not answer: a failed request costs milliseconds of CPU
 _MOST_WAITING = 200_000  # records not yet appended; beyond it the oldest are lost and counted
 _PIECE_BYTES = 8 * 2**20  # read at once
 _MOST_OBJECT = 2**32 - 1
@@ -260,14 +261,17 @@ class SharedIndex:
             self.catalogue.mark_complete()
 
     def _run(self) -> None:
+        wait = self._period_s
         while not self._stop.is_set():
             try:
                 self.sync()
+                wait = self._period_s
             except StorageError as e:
                 self.failures += 1
                 self.throttled += e.code in ("STORAGE-THROTTLED", "STORAGE-BUSY")
                 self.last_error = e.code
-            self._stop.wait(self._period_s)
+                wait = min(2 * wait, _MOST_PERIODS * self._period_s)
+            self._stop.wait(wait)
 
 
 def snapshot(catalogue: Catalogue, reader: JournalReader, complete: bool) -> bytes:

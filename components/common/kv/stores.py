@@ -93,15 +93,16 @@ class Others:
         self.found = [self._compare(d, text) for d, text in sorted(others.items()) if d not in digests]
 
     def _run(self) -> None:
-        said = False
+        failed = 0
         while not self._stop.is_set():
             try:
                 self.look()
-                wait = self.LOOK_S
+                failed, wait = 0, self.LOOK_S
             except Exception as e:  # advice only: the tier works without it
-                if not said:
+                if not failed and not self._stop.is_set():
                     log.warning("namespaces in the store could not be compared: %s", e)
-                said, wait = True, self.AGAIN_S
+                wait = min(self.AGAIN_S * 2**failed, self.LOOK_S)
+                failed = min(failed + 1, 10)
             self._stop.wait(wait)
 
     def _compare(self, digest: str, text: bytes) -> dict[str, Any]:

@@ -141,6 +141,8 @@ class DynamoBlobTier(SecondaryTierManager):
         request = self._request(req_context)
         if request.transport is None:
             return self._miss("ephemeral" if request.tenant else "tenant_invalid")
+        if not request.transport.available(False):  # first: an outage costs no names and no questions
+            return self._miss("breaker")
         if key in request.missed:
             return self._miss("failed_before")
         name = self._name(request, key, req_context)
@@ -149,8 +151,6 @@ class DynamoBlobTier(SecondaryTierManager):
         there = self._lookups.lookup(name, request.transport, req_context.req_id, get_offload_group_idx(key))
         if there is None:
             return LookupResult.RETRY
-        if there and not request.transport.available(False):
-            return self._miss("breaker")
         return LookupResult.HIT if there else LookupResult.MISS
 
     def peek(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -216,18 +216,17 @@ class DynamoBlobTier(SecondaryTierManager):
 
     def _wanted(self, request: RequestState, key: OffloadKey, context: ReqContext) -> str | None:
         """Name to store a chunk under; None when it is not to be stored (counted)."""
-        name = self._name(request, key, context) if request.transport is not None else None
-        reason = ""
+        name, reason = None, ""
         if request.transport is None or self._opened.transport(request.cls) is None:  # also when it became so meanwhile
             reason = "ephemeral" if request.tenant else "tenant_invalid"
-        elif name is None:
+        elif not request.transport.available(True):
+            reason = "breaker"
+        elif self._handed_over(key, context):
+            reason = "handed_over"
+        elif (name := self._name(request, key, context)) is None:
             reason = "generation_unknown"
         elif name in self._storing or self._index.lookup(name) is True:
             reason = "present"
-        elif self._handed_over(key, context):
-            reason = "handed_over"
-        elif not request.transport.available(True):
-            reason = "breaker"
         elif not self._writes.admit(name, self._mover.codec.object_bytes):
             reason = "write_budget"
         if reason:
@@ -391,10 +390,7 @@ class DynamoBlobTier(SecondaryTierManager):
         self._announced.forget()
 
     def shutdown(self) -> None:
-        """Transfers under way have 5 s; those given up then go on in staging memory, beside the DRAM tier's end.
-
-        Raises when a chunk is being copied for ever: vLLM then keeps the DRAM tier mapped.
-        """
+        """What is given up goes on in staging memory only. Raises when a chunk is copied for ever: DRAM then stays mapped."""
         ended = self._mover.close(_DRAIN_S)
         self._opened.close(_CLOSE_S)
         self._take_ends()
