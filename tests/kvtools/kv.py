@@ -47,7 +47,7 @@ def wait_stored(store: Store, n: int, timeout: float = 20.0) -> list[str]:
 def wait_stored_in(store: Store, container: str, n: int, timeout: float = 30.0) -> list[str]:
     from tests.kvtools.proxy import wait_for
 
-    wait_for(lambda: len(chunks(store, container)) >= n, timeout, f"{n} chunks in {container}")
+    wait_for(lambda: len(chunks(store, container)) >= n, timeout, f"{n} chunks in {container}", every=0.1)
     return chunks(store, container)
 
 

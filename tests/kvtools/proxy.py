@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Rule:
     """What happens to requests whose method is in `methods` and whose path contains `match`.
 
-    kind: status (arg = HTTP code), delay (arg = seconds), hang, reset, stall (after arg body bytes), cut (after arg body
+    kind: status (arg = HTTP code), delay (arg = seconds), hang, half (half of the request's body goes to the store, then it hangs), reset, stall (after arg body bytes), cut (after arg body
     bytes), truncate (arg bytes fewer, told honestly), flip (a byte at arg), other (arg = path of another object), throttle (bytes/s),
     hold (the whole request, until `heal`; then it goes on),
     upstream (arg = port of another store that answers)
@@ -150,6 +150,9 @@ class FaultProxy:
                     up[1].close()
                 port = int(rule.arg) if rule and rule.kind == "upstream" else self.upstream
                 up = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+                if rule and rule.kind == "half":
+                    up[1].write(head + body[: len(body) // 2])
+                    await self._forever()
                 up[1].write(head + body)
                 await self._answer(method, rule, seen, up[0], writer)
                 seen.done = time.monotonic()
@@ -218,9 +221,9 @@ def _header(head: bytes, name: bytes) -> bytes | None:
 Until = Callable[[], bool]
 
 
-def wait_for(what: Until, timeout: float = 10.0, why: str = "") -> None:
+def wait_for(what: Until, timeout: float = 10.0, why: str = "", every: float = 0.005) -> None:
     """Poll a condition until it holds; fails the test when it does not within `timeout` seconds."""
     end = time.monotonic() + timeout
     while not what():
         assert time.monotonic() < end, f"not within {timeout} s: {why or what}"
-        time.sleep(0.005)
+        time.sleep(every)
