@@ -66,7 +66,11 @@ def build(output: Path) -> None:
             )
         )
         work.chmod(0o755)
-        os.rename(work, output)
+        try:
+            os.rename(work, output)
+        except OSError:
+            if not output.is_dir():  # else another process made the same model meanwhile
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -132,7 +132,11 @@ def build(layout: str, output: Path, sample: Path, seed: int = 0) -> None:
             if (sample / name).exists():
                 shutil.copyfile(sample / name, work / name)
         work.chmod(0o755)
-        os.rename(work, output)
+        try:
+            os.rename(work, output)
+        except OSError:
+            if not output.is_dir():  # else another process made the same model meanwhile
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

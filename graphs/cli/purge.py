@@ -3,6 +3,7 @@
     dynamo purge --tenant acme                       everything; rotates the tenant's salt key, so HBM and DRAM are out of reach too
     dynamo purge --tenant acme --older-than 7d       only objects written longer ago; changes no key
     dynamo purge --unsalted                          what traffic without a tenant left
+    dynamo purge --verify REPORT                     is it as it was signed, and by a key that is accepted (--accept HEX; default: this state's)
     dynamo purge --lifecycle                         print the Azure lifecycle policy that backs the sweeper up
 
 Killed at any point, the same command goes on where it stopped. Exit 0 only when a fresh process has found nothing left;
@@ -24,11 +25,11 @@ from components.common.errors import DynamoBlobError, nearest
 from components.common.kv.classes import Classes
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
-from components.common.kv.purge import Purge, PurgeConfig, State
+from components.common.kv.purge import FORMAT, Purge, PurgeConfig, State
 from components.common.kv.store import KvStore
 from components.common.messages.announce import Announcement
 from components.common.messages.tenants import TenantsFile
-from components.common.registry.signing import SigningKey
+from components.common.registry.signing import SigningKey, verify
 from components.common.storage.account import Account
 from graphs.cli._announce import add_announce, tell
 from graphs.cli._common import add_state, live
@@ -44,6 +45,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--unsalted", action="store_true", help="KV of traffic without a tenant")
     who.add_argument(
         "--lifecycle", action="store_true", help="print the lifecycle policy for the KV account, purge nothing"
+    )
+    who.add_argument("--verify", type=Path, metavar="REPORT", help="check a report's signature, purge nothing")
+    parser.add_argument(
+        "--accept", action="append", default=[], metavar="HEX", help="public key that --verify accepts; may be repeated"
     )
     parser.add_argument("--older-than", default="", metavar="AGE", help="only objects written longer ago: 30m, 12h, 7d")
     parser.add_argument(
@@ -65,6 +70,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verify:
+        return verified(args)
     if args.tenant is not None and not args.tenant.strip():  # an unset variable must not end in a signed report
         raise DynamoBlobError(
             "PURGE-NO-TENANT", "the tenant's name is empty", where="--tenant", do="name the tenant, or say --unsalted for traffic without one"
@@ -105,6 +112,20 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         write_report(args.report, json.dumps(report, indent=1) + "\n", report["id"])
     print(json.dumps(report) if args.json else summary(report))
+    return 0
+
+
+def verified(args: argparse.Namespace) -> int:
+    """Raises PURGE-REPORT, REGISTRY-PURGE-UNKNOWN-KEY, REGISTRY-PURGE-BAD-SIGNATURE and their like."""
+    try:
+        report = json.loads(args.verify.read_text())
+        if not isinstance(report, dict) or report.get("format") != FORMAT:
+            raise ValueError(f"it does not say that it is {FORMAT}")
+    except (OSError, ValueError, RecursionError) as e:
+        raise DynamoBlobError("PURGE-REPORT", "this is no purge report", where=str(args.verify), why=str(e), do="name a file that --report wrote, or _control/purges/ID.report.json of the container") from None  # fmt: skip
+    accepted = tuple(args.accept) or (signing_key(args).public,)
+    key = verify(report, accepted, kind="PURGE", what="the purge report", where=str(args.verify))
+    print(json.dumps({"id": report.get("id"), "key": key}) if args.json else f"{args.verify}: as signed by {key}")
     return 0
 
 

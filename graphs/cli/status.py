@@ -29,6 +29,7 @@ from graphs.launch.table import render
 from graphs.plan import Plan
 from graphs.sockets import control_socket
 
+NO_TIERS = "kv: HBM only; `kv: {profile: ...}` in the graph adds tiers in DRAM and Blob (docs/kv.md)"
 ANSWER_S = 2.0  # to wait for a weight service
 
 
@@ -103,7 +104,8 @@ def kv_lines(found: dict[str, list[dict[str, Any]]]) -> list[Text]:
 
 
 def shown(snapshot: dict[str, Any]) -> Group:
-    return Group(render(snapshot), *kv_lines(snapshot.get("kv") or {}))
+    lines = kv_lines(snapshot.get("kv") or {}) or [Text(NO_TIERS, "dim")]
+    return Group(render(snapshot), *lines)
 
 
 def all_ready(snapshot: dict[str, Any]) -> bool:

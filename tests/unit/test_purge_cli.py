@@ -11,7 +11,7 @@ import pytest
 from components.common.kv.containers import CONTAINERS_OBJECT
 from components.common.kv.epochs import EPOCHS_OBJECT, scoped
 from components.common.kv.generations import COPY_OBJECT
-from components.common.kv.purge import Purge, PurgeConfig, State
+from components.common.kv.purge import FORMAT, Purge, PurgeConfig, State
 from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import tenant_hash
 from components.common.registry.signing import SigningKey
@@ -126,3 +126,29 @@ def test_a_whole_purge_over_bad_control_files(
     assert report["directories"]["workers"] == ["decode-0"] and "unreachable" in report["directories"]["says"]
     assert list(report["workers"]["silent"]) == ["w"] and json.loads((tmp_path / "r.json").read_text()) == report
     assert scoped(NAMESPACE, 5) == scoped(NAMESPACE, store.read_epochs()[ACME])
+
+
+def test_a_report_is_verified_and_an_altered_one_or_a_strangers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, other = SigningKey.generate(), SigningKey.generate()
+    report, state = tmp_path / "report.json", ["--state", str(tmp_path / "s")]
+
+    def asked(document: dict[str, Any], *more: str) -> tuple[int, str]:
+        report.write_text(json.dumps(document, indent=1))
+        code = main(["purge", "--verify", str(report), *more, *state])
+        return code, "".join(capsys.readouterr())
+
+    signed = json.loads(key.sign({"format": FORMAT, "id": "1", "tenant": "acme", "deleted": 7}))
+    code, said = asked(signed, "--accept", key.public)
+    assert code == 0 and key.public in said
+    for document, accepted, why in (
+        (signed | {"deleted": 8}, key.public, "REGISTRY-PURGE-BAD-SIGNATURE"),
+        (signed, other.public, "REGISTRY-PURGE-UNKNOWN-KEY"),
+        (signed | {"signature": ""}, key.public, "REGISTRY-PURGE-UNSIGNED"),
+        ({"format": "else"}, key.public, "PURGE-REPORT"),
+    ):
+        code, said = asked(document, "--accept", accepted)
+        assert code != 0 and why in said, said
+    code, said = asked(signed)
+    assert code != 0 and "REGISTRY-PURGE-UNKNOWN-KEY" in said, "this state's own key did not sign it"

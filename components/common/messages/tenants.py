@@ -273,5 +273,5 @@ def _bad_key(path: Path, why: str) -> DynamoBlobError:
         "a tenant's salt key cannot be used",
         where=str(path),
         why=why,
-        do="write 32 random bytes as hex and chmod 600: openssl rand -hex 32",
+        do="a new key: openssl rand -hex 32 into a file of mode 600; a key in use is never replaced for its mode: chmod 600",
     )
