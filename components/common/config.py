@@ -57,7 +57,17 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> list[str]:
         if item["type"] == "extra_forbidden":
             out.append(f"unknown key '{path}' ({nearest(str(item['loc'][-1]), fields_at(cls, item['loc'][:-1]))})")
         else:
-            out.append(f"{path}: {item['msg']}")
+            said = item["msg"].removeprefix("Value error, ")
+            if item["type"] in (
+                "float_parsing",
+                "int_parsing",
+                "int_from_float",
+                "float_type",
+                "int_type",
+                "bool_parsing",
+            ):
+                said += f", found {str(item['input'])[:40]!r}"  # where a number belongs, no secret stands
+            out.append(f"{path}: {said}" if path else said)
     return out
 
 

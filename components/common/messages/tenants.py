@@ -151,7 +151,7 @@ class TenantsFile(Config):
                 "TENANTS-UNREADABLE",
                 "the tenants file cannot be read",
                 where=str(path),
-                why=" ".join(str(e).split()),
+                why=" ".join(str(e).replace('"<unicode string>", ', "").split()),
                 do="correct the file; configs/tenants holds examples",
             ) from None
         if not isinstance(raw, dict):
