@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         raise DynamoBlobError(
             "PURGE-NO-TENANT", "the tenant's name is empty", where="--tenant", do="name the tenant, or say --unsalted for traffic without one"
         )  # fmt: skip
+    try:
+        (args.tenant or "").encode()
+    except UnicodeEncodeError:
+        raise DynamoBlobError("PURGE-TENANT-UNKNOWN", "the tenant's name is no UTF-8", where="--tenant", do="name the tenant as the tenants file does") from None  # fmt: skip
     older = age(args.older_than) if args.older_than else 0.0
     if args.report:
         write_report(args.report, "", "")
@@ -94,9 +98,13 @@ def run(args: argparse.Namespace) -> int:
     rotate = file is not None and args.tenant and not older and not args.keep_key
     first = settings[0]
     assert first.account is not None
+    containers = sorted(set(classes.containers().values()))
+    if not (first.container or containers):
+        raise DynamoBlobError(
+            "PURGE-NO-KV", "every class is ephemeral and the graph names no KV container", where=str(path), do="nothing to purge; check --tenants or --plan"
+        )  # fmt: skip
     config = PurgeConfig(
-        account=first.account, control=first.container or sorted(classes.containers().values())[0],
-        containers=tuple(sorted(set(classes.containers().values()))), tenant=args.tenant or "(unsalted)",
+        account=first.account, control=first.container or containers[0], containers=tuple(containers), tenant=args.tenant or "(unsalted)",
         tenant_hash=PUBLIC if args.unsalted else "", older_than_s=older,
         salt_key_file=str(file.salt_key_path(args.tenant)) if rotate and file else "",
         settle_s=max(s.epochs_stale_s + s.store_deadline_s for s in settings),
@@ -148,7 +156,10 @@ def age(text: str) -> float:
     found = _AGE.match(text)
     if not found or float(found[1]) <= 0:
         raise DynamoBlobError("CLI-ARGUMENT", f"'{text}' is no age", do="write 45s, 30m, 12h, 7d or 4w")
-    return float(found[1]) * _SECONDS[found[2]]
+    seconds = float(found[1]) * _SECONDS[found[2]]
+    if seconds >= time.time():
+        raise DynamoBlobError("CLI-ARGUMENT", f"nothing is {text[:20]} old", do="write 45s, 30m, 12h, 7d or 4w")
+    return seconds
 
 
 def kv_settings(args: argparse.Namespace) -> list[KvTiersConfig]:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from components.common.errors import DynamoBlobError
+from components.common.kv import containers
 from components.common.kv.containers import known, remember
 from components.common.kv.explain import why_no_hits
 from components.common.kv.keys import parse_name
@@ -20,6 +21,7 @@ from components.common.kv.reload import Watched
 from components.common.kv.store import CONTAINERS_OBJECT, KvStore
 from components.common.kv.sweeper import Sweeper, SweeperConfig, run
 from components.common.messages.salt import tenant_hash
+from components.common.messages.tenants import TenantsFile
 from components.common.registry.signing import SigningKey
 from components.common.storage.account import Account
 from tests.kv_azurite import name
@@ -171,6 +173,36 @@ def test_a_record_of_containers_that_cannot_be_read_is_not_taken_for_none(bed: B
     sweeper = bed.sweeper()
     assert sweeper.run_once(), "what the file names is swept all the same"
     sweeper.close()
+
+
+def test_a_lost_record_of_containers_is_found_again_in_its_copy(bed: Bed) -> None:
+    remember(bed.store, [bed.long])
+    bed.store.account.put(bed.long, name("acme", 1), b"x")
+    bed.write()  # no class names it any more
+    bed.store.delete(bed.home, [CONTAINERS_OBJECT])
+    assert known(bed.store) == (bed.long,)
+    sweeper = bed.sweeper()
+    assert sweeper.run_once() and bed.store.read(CONTAINERS_OBJECT)[0], "whoever adds to it writes it again"
+    sweeper.close()
+    bed.store.delete(bed.home, [CONTAINERS_OBJECT])
+    report = bed.purge()
+    assert bed.there()["long"] == 0 and bed.long in report["containers"] and report["deleted"] == 1
+    bed.store.delete(bed.home, [containers.COPY_OBJECT])
+    remember(bed.store, [])
+    assert bed.store.read(containers.COPY_OBJECT)[0] == bed.store.read(CONTAINERS_OBJECT)[0], (
+        "a lost copy is made again"
+    )
+
+
+def test_a_fault_while_the_file_is_read_leaves_the_last_good_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(yaml.safe_dump({"classes": {"std": RULE}, "default_class": "std"}))
+    watched = Watched(str(file), "kv")
+    monkeypatch.setattr(TenantsFile, "load", lambda _: 1 / 0)
+    file.write_text(file.read_text() + "# changed\n")
+    assert not watched.look() and "ZeroDivisionError" in watched.problem and watched.classes.default == "std"
 
 
 def test_the_file_is_looked_at_by_content_and_the_last_good_one_stays(tmp_path: Path) -> None:

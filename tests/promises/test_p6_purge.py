@@ -418,3 +418,19 @@ def test_generations_never_go_back_in_a_process() -> None:
     epochs.refresh()
     epochs.refresh()
     assert epochs.generation("t") == 3
+
+
+def test_a_clock_that_jumps_does_not_shorten_the_wait(
+    azurite: KvAzurite, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, ahead, begun = time.time, [0.0], [0.0]
+
+    def step(phase: str, _: State) -> None:
+        if phase == "settle":
+            ahead[0], begun[0] = 3600.0, time.monotonic()
+        elif phase == "prove" and begun[0]:
+            begun.append(time.monotonic())
+
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    Purge(config(azurite, store, settle_s=1.5), store, KEY, step=step).run()
+    assert begun[1] - begun[0] > 1.0

@@ -183,3 +183,39 @@ def test_owners_follow_the_file_and_keep_the_last_good_one(tmp_path: Path) -> No
     assert owners() == {tenant_hash("acme"): "long"}
     file.write_text((text % ("0" * 64)).replace("class: long", "class: short"))
     assert owners() == {tenant_hash("acme"): "short"} and Owners("")() == {}
+
+
+def test_a_later_age_purge_takes_nothing_back_from_an_earlier_one(tmp_path: Path) -> None:
+    """The worker did not run meanwhile; the first report said that it deletes at its next start."""
+    server = shared()
+    control = KvStore(server.account(), new_container(server))
+    old = name("acme", "old")
+    write(tmp_path, old, at=time.time() - 3600)
+    for age in (600, 9 * DAY):
+        plan = PurgeConfig(
+            account=control.account.config, control=control.control, containers=(control.control,), tenant="acme",
+            older_than_s=age,
+        )  # fmt: skip
+        report = Purge(plan, control, SigningKey.generate()).run()
+        assert abs(report["cutoff"] - (time.time() - age)) < 60
+    control.write(f"{PURGE_PREFIX}{'0' * 32}.age.json", b"{}")  # the first of the list: it stops nobody behind it
+    one = upkeep(tmp_path, control=control)
+    one.look()
+    assert files(tmp_path) == set() and one.counters["deleted_age"] == 1 and "age purges" in one.problem
+    control.close()
+
+
+def test_a_file_that_cannot_go_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sorted((name("acme", 1), name("other", 1)))
+    write(tmp_path, first, second)
+    stuck, real = tmp_path / first, Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self == stuck:
+            raise PermissionError(13, "Permission denied", str(self))  # another user's folder
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    one = upkeep(tmp_path, epochs=known(acme=1, other=1))
+    one.look()
+    assert files(tmp_path) == {first} and one.counters["failures"] == 1 and "Permission denied" in one.problem

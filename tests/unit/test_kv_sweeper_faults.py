@@ -12,11 +12,21 @@ import pytest
 
 from components.common.kv.catalogue import Catalogue, Entry
 from components.common.kv.classes import Classes
+from components.common.kv.containers import COPY_OBJECT, FORMAT, remember
+from components.common.kv.fence import Fence, asked
 from components.common.kv.journal import JournalReader, SharedIndex
 from components.common.kv.snapshot import decode, encode
-from components.common.kv.store import JOURNAL_PREFIX, LOCK_OBJECT, SNAPSHOT_OBJECT, KvStore
+from components.common.kv.store import (
+    CONTAINERS_OBJECT,
+    JOURNAL_PREFIX,
+    LOCK_OBJECT,
+    SNAPSHOT_OBJECT,
+    WORKERS_PREFIX,
+    KvStore,
+)
 from components.common.kv.sweeper import Sweeper, SweeperConfig, run
 from components.common.kv.sweeper_ops import State
+from components.common.messages.salt import tenant_hash
 from components.common.messages.tenants import RetentionClass
 from components.common.storage.errors import StorageError
 from tests.kv_azurite import name
@@ -309,3 +319,54 @@ def test_health_says_what_does_not_work_while_the_rest_goes_on() -> None:
     assert state.health() == (200, "sweeping; generations: KV-EPOCHS-INVALID: lost")
     state.turn("", {"leading": 1}, {})
     assert state.health() == (200, "sweeping")
+
+
+def test_a_retired_container_that_refuses_stops_no_sweep(store: KvStore, sweepers: Any) -> None:
+    remember(store, [store.control, "Bad_Name"])  # by hand, say; one without rights for us is the same
+    put(store, 1)
+    one = sweepers()
+    assert one.run_once() and "STORAGE-REQUEST" in one.problems["retired"] and len(one.catalogue) == 1
+    late, one._clock = one._clock, lambda: late() + 3 * HOUR
+    assert one.run_once() and there(store) == set()
+    store.write(CONTAINERS_OBJECT, json.dumps({"format": FORMAT, "containers": [store.control]}).encode())
+    store.delete(store.control, [COPY_OBJECT])
+    one.start_over()
+    assert one.run_once() and "retired" not in one.problems
+
+
+def test_the_lease_is_kept_during_a_listing_longer_than_it(
+    store: KvStore, sweepers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sweepers whose listings outlast a lease would take it from each other for ever."""
+    remember(store, [store.control, "no-such-container"])
+    put(store, *range(8))
+    one, real, seen = sweepers(), store.list, []
+    monkeypatch.setattr("components.common.kv.store.KEEP_EVERY", 2)
+
+    def slow(container: str, prefix: str = "") -> Any:
+        for info in real(container, prefix):
+            if not info.name.startswith("_"):
+                one.lease._until -= 5.0  # of the 12 s that we count on a lease of 15 s
+                seen.append(one.lease.held)
+            yield info
+
+    monkeypatch.setattr(store, "list", slow)
+    assert one.run_once() and len(seen) == 8 and all(seen)
+
+
+def test_notes_of_workers_that_ended_go_and_those_of_live_ones_stay(store: KvStore, sweepers: Any) -> None:
+    killed, live = Fence(store, "killed"), Fence(store, "live")
+    killed.register()
+    live.register()
+    live.raised(tenant_hash("acme"), 1)
+    assert live.turn()
+    one = sweepers()
+    assert one.run_once() and len(list(store.list(store.control, WORKERS_PREFIX))) == 2
+    first = store.read(live.name)[1]
+    assert live.turn() and store.read(live.name)[1] == first, "nothing new to say"
+    assert live.turn(beat=True) and store.read(live.name)[1] != first, "said again, so that it is known to live"
+    late, one._clock = one._clock, lambda: late() + DAY + 60
+    store.delete(store.control, [live.name])
+    assert one.run_once() and list(store.list(store.control, WORKERS_PREFIX)) == []
+    assert live.turn(beat=True), "one that was only cut off makes itself known again"
+    assert asked(store, tenant_hash("acme"), 1).confirmed == [live.name.removeprefix(WORKERS_PREFIX)[:-5]]

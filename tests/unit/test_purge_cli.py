@@ -152,3 +152,26 @@ def test_a_report_is_verified_and_an_altered_one_or_a_strangers_is_refused(
         assert code != 0 and why in said, said
     code, said = asked(signed)
     assert code != 0 and "REGISTRY-PURGE-UNKNOWN-KEY" in said, "this state's own key did not sign it"
+
+
+@pytest.mark.parametrize("age", ["5000w", "9" * 400 + "d"])
+def test_an_age_from_before_there_were_clocks(
+    tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str], age: str
+) -> None:
+    code, said = purge(tmp_path, plan(tmp_path, store), capsys, "--older-than", age)
+    assert (code, said["error"]["code"]) == (1, "CLI-ARGUMENT") and not list(store.list(store.control))
+
+
+def test_names_and_files_nobody_thought_of(tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str]) -> None:
+    path, file = plan(tmp_path, store), tmp_path / "tenants.yaml"
+    code, said = purge(tmp_path, path, capsys, "--tenant", "a\udcff")  # argv that is no UTF-8
+    assert (code, said["error"]["code"]) == (1, "PURGE-TENANT-UNKNOWN")
+    rule = "{ttl_s: 1, max_ttl_s: 2, bytes: 1, ephemeral: true}"
+    file.write_text(
+        f"tenants: {{acme: {{keys: ['{'0' * 64}'], salt_key_file: \"x\\0y\"}}}}\nclasses: {{a: {rule}}}\ndefault_class: a\n"
+    )
+    code, said = purge(tmp_path, path, capsys, "--tenants", str(file))
+    assert (code, said["error"]["code"]) == (1, "TENANTS-SALT-KEY-FIXED")
+    path = plan(tmp_path, store, container="", tenants_file=str(file))
+    code, said = purge(tmp_path, path, capsys, "--keep-key")
+    assert (code, said["error"]["code"]) == (1, "PURGE-NO-KV") and not list(store.list(store.control))

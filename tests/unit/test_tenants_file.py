@@ -55,6 +55,8 @@ def test_the_example_is_valid_and_holds_no_key() -> None:
         ({"classes": {"Std!": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1}}}, "class name"),
         ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": "5 parsecs"}}}, "size"),
         ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1, "container": "Bad_Name"}}}, "container name"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": "9" * 400 + "GiB"}}}, "size"),
+        ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": float("inf"), "bytes": 1}}}, "finite"),
         ({"classes": {"std": {"ttl_s": 9, "max_ttl_s": 9, "bytes": 1, "tll": 1}}}, "unknown key"),
         ({"classes": {}}, "classes"),
     ],
@@ -63,6 +65,16 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> N
     with pytest.raises(DynamoBlobError) as e:
         TenantsFile.load(write(tmp_path, **changes))
     assert e.value.code == "CONFIG-INVALID" and why in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["? [a, b]\n: c", "? {a: b}\n: c", "x: !!bool maybe", "x: !!int ''", "x: !!float ''", "x: !!timestamp foo"]
+)  # fmt: skip
+def test_what_the_yaml_parser_trips_over_has_a_code(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path)
+    path.write_text(f"{line}\n{path.read_text()}")
+    with pytest.raises(DynamoBlobError, match="TENANTS-UNREADABLE"):
+        TenantsFile.load(path)
 
 
 def test_unreadable_files_say_so(tmp_path: Path) -> None:

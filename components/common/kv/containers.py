@@ -4,6 +4,7 @@ The tenants file names the containers of now. A class that is removed, renamed o
 that no file names any more, so whoever puts into containers first writes them into one small object,
 
     _control/containers.json      {"containers": [...]}
+    _control/containers.copy.json the same, written before it: one that is lost is not taken for "none"
 
 by ETag compare-and-swap; nothing is ever taken out of it. A worker puts nothing before that is done.
 
@@ -29,6 +30,7 @@ from components.common.storage.errors import StorageError
 log = logging.getLogger(__name__)
 
 FORMAT = "dynamo-blob.containers/1"
+COPY_OBJECT = "_control/containers.copy.json"
 _TRIES = 16
 
 
@@ -42,11 +44,12 @@ def remember(store: KvStore, containers: Iterable[str]) -> tuple[str, ...]:
     wanted = set(containers)
     for attempt in range(_TRIES):
         found, etag = _read(store)
-        if wanted <= set(found):
-            return found
-        every = sorted({*found, *wanted})
-        if store.swap(CONTAINERS_OBJECT, json.dumps({"format": FORMAT, "containers": every}).encode(), etag):
-            return tuple(every)
+        every = tuple(sorted({*found, *wanted}))
+        if _copied(store, every):
+            if etag and wanted <= set(found):
+                return found
+            if store.swap(CONTAINERS_OBJECT, _encode(every), etag):
+                return every
         time.sleep(0.02 * (attempt + 1))
     raise DynamoBlobError(
         "KV-CONTAINERS-CONTENDED", "others change the record of containers all the time", where=store.account.uri(store.control, CONTAINERS_OBJECT),
@@ -55,32 +58,50 @@ def remember(store: KvStore, containers: Iterable[str]) -> tuple[str, ...]:
 
 
 def sweep_retired(
-    store: KvStore, classes: Classes, delete: Callable[[str, list[tuple[str, str]]], bool], now: float, most: int
-) -> bool:
+    store: KvStore,
+    classes: Classes,
+    delete: Callable[[str, list[tuple[str, str]]], bool],
+    now: float,
+    most: int,
+    keep: Callable[[], object] = lambda: None,
+) -> tuple[bool, str]:
     """Delete what is over in retired containers, `most` objects at most; and put the containers of now on record.
 
     delete(container, [(name, reason)]) as the sweeper deletes; False = the lease is lost, and so is this sweep.
-    `now`: Unix seconds by the store's clock. Raises StorageError.
+    `now`: Unix seconds by the store's clock. `keep`: called now and then during a listing.
+    Returns what `delete` said and why not all of it was done ("" = it was). Raises StorageError when the store is away.
     """
     current = {*classes.containers().values(), store.control}
-    ttl_s, left = classes.get(classes.default).ttl_s, most
+    ttl_s, left, problem = classes.get(classes.default).ttl_s, most, ""
     try:
-        for container in remember(store, current):
-            if container not in current:
-                over = list(itertools.islice(_over(store, container, ttl_s, now), left))
-                left -= len(over)
-                if over and not delete(container, over):
-                    return False
+        recorded = remember(store, current)
     except StorageError:
         raise
     except DynamoBlobError as e:  # a record that cannot be read: what classes of now hold is swept all the same
         log.warning("retired containers are not swept: %s", e)
-    return True
+        return True, f"{e.code}: {e.why}"
+    for container in recorded:
+        if container in current:
+            continue
+        try:
+            over = list(itertools.islice(_over(store, container, ttl_s, now, keep), left))
+        except DynamoBlobError as e:
+            if isinstance(e, StorageError) and not 400 <= e.status < 500:
+                raise
+            log.warning("a retired container is not swept: %s", e)  # no right, no such name: the others are
+            problem = f"{container}: {e.code}: {e.why}"
+            continue
+        left -= len(over)
+        if over and not delete(container, over):
+            return False, problem
+    return True, problem
 
 
-def _over(store: KvStore, container: str, ttl_s: float, now: float) -> Iterator[tuple[str, str]]:
+def _over(
+    store: KvStore, container: str, ttl_s: float, now: float, keep: Callable[[], object]
+) -> Iterator[tuple[str, str]]:
     generations: dict[str, int] | None = None
-    for info in store.list(container):
+    for info in store.each(container, keep):
         name = parse_name(info.name)
         if name is None:
             continue
@@ -92,17 +113,43 @@ def _over(store: KvStore, container: str, ttl_s: float, now: float) -> Iterator[
             yield info.name, "ttl"
 
 
+def _encode(containers: Iterable[str]) -> bytes:
+    return json.dumps({"format": FORMAT, "containers": list(containers)}).encode()
+
+
+def _parse(raw: bytes) -> tuple[str, ...]:
+    """Raises ValueError with why not."""
+    try:
+        body = json.loads(raw)
+        names = body["containers"]
+        if body["format"] != FORMAT or not isinstance(names, list) or not all(isinstance(c, str) and c for c in names):
+            raise ValueError(f"format {body['format']!r}, or no list of names")
+        return tuple(names)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ValueError(f"{type(e).__name__}: {e}"[:300]) from None
+
+
+def _copied(store: KvStore, containers: tuple[str, ...]) -> bool:
+    """See to it that the copy has these at least; False when others were faster. A damaged copy is written anew."""
+    raw, etag = store.read(COPY_OBJECT)
+    try:
+        there = _parse(raw) if raw is not None else ()
+    except ValueError:
+        there = ()
+    return set(containers) <= set(there) or store.swap(COPY_OBJECT, _encode(sorted({*there, *containers})), etag)
+
+
 def _read(store: KvStore) -> tuple[tuple[str, ...], str]:
-    raw, etag = store.read(CONTAINERS_OBJECT)
+    """Those on record and the record's ETag; "" = it is not there, and its copy, if there is one, was read."""
+    name, (raw, etag) = CONTAINERS_OBJECT, store.read(CONTAINERS_OBJECT)
+    if raw is None:
+        name, (raw, _) = COPY_OBJECT, store.read(COPY_OBJECT)
     if raw is None:
         return (), ""
     try:
-        body = json.loads(raw)
-        if body["format"] != FORMAT or not all(isinstance(c, str) and c for c in body["containers"]):
-            raise ValueError(f"format {body['format']!r}, or no list of names")
-        return tuple(body["containers"]), etag
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        return _parse(raw), etag
+    except ValueError as e:
         raise DynamoBlobError(
-            "KV-CONTAINERS-INVALID", "the record of containers cannot be read", where=store.account.uri(store.control, CONTAINERS_OBJECT),
+            "KV-CONTAINERS-INVALID", "the record of containers cannot be read", where=store.account.uri(store.control, name),
             why=str(e), do="restore the object (its containers, as JSON); while it is unreadable new workers put nothing and no purge begins",
         ) from None  # fmt: skip

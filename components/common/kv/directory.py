@@ -33,6 +33,7 @@ from components.common.kv.index import MemoryIndex
 from components.common.kv.keys import is_tenant, parse_name
 from components.common.kv.store import KvStore
 from components.common.messages.tenants import TenantsFile
+from components.common.storage.account import BlobInfo
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Upkeep:
             cutoff = self._ages.get(tenant.name, 0.0)
             fresh_age = cutoff > self._aged.get(tenant.name, 0.0)
             rule = classes.get(owners.get(tenant.name, classes.default))
-            for space in _folders(tenant):
+            for space in self._inside(tenant):
                 if self._stop.is_set():
                     return
                 if not is_tenant(space.name):  # 32 hex digits as well
@@ -155,11 +156,11 @@ class Upkeep:
     def _keep(self, space: Path, over: Callable[[os.stat_result], str]) -> None:
         """Delete the objects below a namespace's folder that are over, a step at a time."""
         now = self._clock()
-        for path in _files(space):
+        for path in self._files(space):
             self._seen += 1
             if self._seen % _STEP == 0 and self._stop.wait(_REST_S):
                 return
-            with contextlib.suppress(FileNotFoundError):  # another worker of this node was first
+            with self._unless_refused():
                 s = path.stat(follow_symlinks=False)
                 if path.suffix == ".part":
                     if now - s.st_mtime > _PART_S:
@@ -178,9 +179,33 @@ class Upkeep:
                     self.counters[f"deleted_{why}"] += 1
                     self.counters["deleted_bytes"] += s.st_size
 
+    @contextlib.contextmanager
+    def _unless_refused(self) -> Iterator[None]:
+        """One file or folder that cannot be read or deleted (another user's) keeps no other."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass  # another worker of this node was first
+        except OSError as e:
+            self.problem = f"{type(e).__name__}: {e}"[:200]
+            self.counters["failures"] += 1
+
+    def _inside(self, folder: Path) -> list[Path]:
+        with self._unless_refused():
+            return list(_folders(folder))
+        return []
+
+    def _files(self, space: Path) -> Iterator[Path]:
+        """Files two levels below a namespace: <2 hex>/<name>."""
+        for folder in self._inside(space):
+            with self._unless_refused(), os.scandir(folder) as found:
+                for e in found:
+                    if e.is_file(follow_symlinks=False):
+                        yield folder / e.name
+
     def _drop_empty(self, space: Path) -> None:
         """Folders of an older generation; one with a put under way is not empty and stays."""
-        for folder in (*_folders(space), space, space.parent):
+        for folder in (*self._inside(space), space, space.parent):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -197,14 +222,19 @@ class Upkeep:
             return
         try:
             for info in self._control.list(self._control.control, PURGES):
-                if not info.name.endswith(AGE) or self._etags.get(info.name) == info.etag:
-                    continue
-                body = json.loads(self._control.read(info.name)[0] or b"")
-                cutoff = min(float(body["cutoff"]), info.modified)
-                self._ages[str(body["tenant"])] = max(cutoff, self._ages.get(str(body["tenant"]), 0.0))
-                self._etags[info.name] = info.etag
-        except (DynamoBlobError, ValueError, KeyError, TypeError, RecursionError) as e:
+                if info.name.endswith(AGE) and self._etags.get(info.name) != info.etag:
+                    self._read_age(info, self._control.read(info.name)[0] or b"")
+        except DynamoBlobError as e:
             self.problem = f"age purges: {type(e).__name__}: {e}"[:200]
+
+    def _read_age(self, info: BlobInfo, raw: bytes) -> None:
+        try:
+            body = json.loads(raw)
+            cutoff = min(max(float(body["cutoff"]), float(body.get("aged", 0.0))), info.modified)
+            self._ages[str(body["tenant"])] = max(self._ages.get(str(body["tenant"]), 0.0), cutoff)
+            self._etags[info.name] = info.etag
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            self.problem = f"age purges: {info.name}: {type(e).__name__}: {e}"[:200]
 
     def _walk_s(self, classes: Classes) -> float:
         shortest = min(rule.ttl_s for _, rule in classes.items())
@@ -228,12 +258,3 @@ def _folders(path: Path) -> Iterator[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return
     yield from (path / n for n in names)
-
-
-def _files(space: Path) -> Iterator[Path]:
-    """Files two levels below a namespace: <2 hex>/<name>."""
-    for folder in _folders(space):
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
-            for e in found:
-                if e.is_file(follow_symlinks=False):
-                    yield folder / e.name

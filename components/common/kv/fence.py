@@ -9,7 +9,8 @@ written before its first put (a worker that cannot write it puts nothing) and ag
 generation: how many of its puts for that tenant below that generation are still on their way. What has landed
 meanwhile under an old generation it deletes itself and counts until that is done. `asked` is the purge's side.
 
-A worker that was killed leaves its object behind: it answers nothing and is `silent`.
+A worker that was killed leaves its object behind: it answers nothing and is `silent`. A live one writes its own again
+every hour, so what nobody wrote for a day is of one that ended: the sweeper and purges delete it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from components.common.kv.store import WORKERS_PREFIX, KvStore
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
+_BEAT_S = 3600.0
+SILENT_S = 86400.0
+"""Seconds after which a note that nobody wrote again is of a worker that ended."""
 _MOST_SEEN = 4096
 """Tenants one worker answers for; the longest raised are forgotten first (a purge then counts the worker as silent)."""
 
@@ -83,13 +87,15 @@ class Fence:
                 del self._raised[next(iter(self._raised))]
         self._wake.set()
 
-    def turn(self) -> bool:
-        """Delete what landed under an old generation, and answer. False = there is more to do. Raises StorageError."""
+    def turn(self, beat: bool = False) -> bool:
+        """Delete what landed under an old generation, and answer. False = there is more to do. Raises StorageError.
+
+        `beat`: answer even if nothing changed."""
         self._clear()
         with self._lock:
             names = [*self._under_way, *self._doubtful]
             seen = {t: {"generation": g, "under_way": _older(names, t, g)} for t, g in self._raised.items()}
-        if seen != self._written:
+        if beat or seen != self._written:
             self._write(seen)
             self._written = seen
         return not self._doubtful
@@ -139,14 +145,17 @@ class Fence:
         self._store.write(self.name, json.dumps({"since": self._since, "seen": seen}, sort_keys=True).encode())
 
     def _run(self) -> None:
-        more = False
+        more, beat_at = False, time.monotonic() + _BEAT_S
         while not self._stop.is_set():
-            self._wake.wait(_AGAIN_S if more else None)
+            self._wake.wait(_AGAIN_S if more else max(0.0, beat_at - time.monotonic()))
             self._wake.clear()
             if self._stop.is_set():
                 return
             try:
-                more = self.registered and not self.turn()
+                beat = time.monotonic() >= beat_at
+                more = self.registered and not self.turn(beat)
+                if beat:
+                    beat_at = time.monotonic() + _BEAT_S
             except DynamoBlobError as e:
                 more, self.failures = True, self.failures + 1
                 log.debug("fence: %s", e)
@@ -186,6 +195,12 @@ def asked(store: KvStore, tenant: str, generation: int) -> Workers:
         else:
             out.confirmed.append(worker)
     return out
+
+
+def forget_ended(store: KvStore, now: float, go: Callable[[], bool]) -> None:
+    """Delete the notes of workers that ended. `now`: Unix seconds by the store's clock. Raises StorageError."""
+    ended = [i.name for i in store.list(store.control, WORKERS_PREFIX) if now - i.modified > SILENT_S]
+    store.delete(store.control, ended, go)
 
 
 def _said(raw: bytes, tenant: str) -> tuple[int, int] | None:

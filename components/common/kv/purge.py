@@ -35,7 +35,7 @@ from pydantic import Field
 from components.common.config import Config
 from components.common.errors import DynamoBlobError
 from components.common.kv.containers import known, remember
-from components.common.kv.fence import Workers, asked
+from components.common.kv.fence import SILENT_S, Workers, asked
 from components.common.kv.probe import ProbeConfig, is_old
 from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import tenant_hash
@@ -51,8 +51,6 @@ _BATCH = 512
 _SAMPLE = 64
 _ROUNDS = 5
 _ASK_S = 0.5
-_SILENT_S = 86400.0
-"""A worker that has said nothing for so long and is silent was killed: its object goes."""
 
 
 class PurgeConfig(Config):
@@ -94,6 +92,7 @@ class State:
     deleted_bytes: int = 0
     late: int = 0
     resumed: int = 0
+    aged: float = 0.0  # the latest cutoff of all age purges so far: workers that did not run meanwhile go by it
     sample: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
@@ -105,7 +104,7 @@ class State:
             state.sample = [(str(container), str(name)) for container, name in state.sample]
             kinds = {f.name: f.type for f in fields(cls) if f.name != "sample"}
             sound = all(type(body[n]).__name__ in ("int", k) for n, k in kinds.items() if n in body)
-            numbers = (state.cutoff, state.started, state.raised_at, state.generation)
+            numbers = (state.cutoff, state.started, state.raised_at, state.generation, state.aged)
             if not sound or state.tenant != tenant or not all(math.isfinite(x) and x >= 0 for x in numbers):
                 return None
             return state if isinstance(state.id, str) and isinstance(state.phase, str) else None
@@ -124,6 +123,7 @@ class Purge:
         self.tenant = config.tenant_hash or tenant_hash(config.tenant)
         self._object = f"{PURGE_PREFIX}{self.tenant}{'.age' if config.older_than_s else ''}.json"
         self._containers = tuple(dict.fromkeys((config.control, *config.containers)))
+        self._raised = 0.0
 
     def run(self) -> dict[str, Any]:
         """The signed report. Raises KV-PURGE-UNPROVEN, StorageError; either way the next call goes on where this one stopped.
@@ -141,7 +141,7 @@ class Purge:
         self._delete(state)
         if not self.config.older_than_s:
             self._enter(state, "settle")
-            self._settle(state)
+            self._settle()
         workers = Workers([], {}, {}) if self.config.older_than_s else self._ask(state)
         proof: dict[str, Any] = {}
         for round_ in range(_ROUNDS):
@@ -163,6 +163,7 @@ class Purge:
 
     def _begin(self) -> State:
         raw, _ = self.store.read(self._object)
+        aged = 0.0
         if raw is not None:
             state = State.parse(raw, self.tenant)
             if state is None:  # a fresh purge covers whatever that one did and did not
@@ -170,7 +171,9 @@ class Purge:
                     "KV-PURGE-STATE: %s says nothing of use; the purge begins anew",
                     self.store.account.uri(self.store.control, self._object),
                 )
-            elif state.phase != "done":
+            else:
+                aged = max(state.aged, state.cutoff)
+            if state is not None and state.phase != "done":
                 state.resumed += 1
                 state.id = uuid.uuid4().hex  # the first attempt may still be running: each has a report of its own
                 if self.config.older_than_s:  # the age asked for now; what is recomputed meanwhile has its old name
@@ -184,7 +187,7 @@ class Purge:
                 return state
         generation = 0 if self.config.older_than_s else self.store.read_epochs().get(self.tenant, 0) + 1
         now = time.time()
-        state = State(uuid.uuid4().hex, self.tenant, generation, 0.0, now)
+        state = State(uuid.uuid4().hex, self.tenant, generation, 0.0, now, aged=aged)
         self._save(state)
         if self.config.older_than_s:
             self._date(state)
@@ -196,7 +199,9 @@ class Purge:
         """The cutoff, by the service's clock, which also stamps the objects."""
         self._save(state)
         found = self.store.account.find(self.store.control, self._object)
-        state.cutoff = (found.modified if found else time.time()) - self.config.older_than_s
+        before, now = state.cutoff, found.modified if found else time.time()
+        state.cutoff = max(1.0, now - self.config.older_than_s)  # 0 would mean: by generation
+        state.aged = max(state.aged, before, state.cutoff)
 
     def _raise(self, state: State) -> None:
         self._enter(state, "raise")
@@ -205,6 +210,7 @@ class Purge:
         if self.store.read_epochs().get(self.tenant, 0) < state.generation:
             state.generation = self.store.raise_epoch(self.tenant, at_least=state.generation)
         state.raised_at = state.raised_at or time.time()
+        self._raised = time.monotonic()  # waited from here: always in this process, and clocks jump
         self._save(state)
 
     def _known(self, state: State) -> list[tuple[str, str]]:
@@ -233,10 +239,8 @@ class Purge:
             state.rotated = True
             self._save(state)
 
-    def _settle(self, state: State) -> None:
-        left = state.raised_at + self.config.settle_s - time.time()
-        if left > 0:
-            time.sleep(min(left, self.config.settle_s))
+    def _settle(self) -> None:
+        time.sleep(max(0.0, self._raised + self.config.settle_s - time.monotonic()))
 
     def _ask(self, state: State) -> Workers:
         """What the workers say, once none has an older put under way. Raises KV-PURGE-UNPROVEN after `overdue_s`."""
@@ -326,7 +330,7 @@ class Purge:
         signed = self._key.sign(report)
         self.store.write(f"{PURGE_PREFIX}{state.id}.report.json", signed)
         self._enter(state, "done")
-        dead = [f"{WORKERS_PREFIX}{w}.json" for w, at in workers.silent.items() if finished - at > _SILENT_S]
+        dead = [f"{WORKERS_PREFIX}{w}.json" for w, at in workers.silent.items() if finished - at > SILENT_S]
         self.store.delete(self.store.control, dead)
         return dict(json.loads(signed))
 

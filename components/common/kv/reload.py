@@ -42,8 +42,9 @@ class Watched:
             if self._content() != content:  # it changed under the reader: the next look decides
                 self._bad = self._good
                 return False
-        except (OSError, DynamoBlobError) as e:
-            self._say(f"the last good one stays in force: {e}")
+        except Exception as e:  # whatever it is: a file that somebody edits must not end its readers
+            kind = "" if isinstance(e, OSError | DynamoBlobError) else f"{type(e).__name__}: "
+            self._say(f"the last good one stays in force: {kind}{e}")
             return False
         self._good = self._bad = content
         changed = classes != self.classes

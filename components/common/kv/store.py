@@ -10,6 +10,7 @@ Everything of ours besides objects lies under ``_control/`` in the graph's KV co
     _control/journal/<worker>.log    append blobs: puts, hits and losses of each worker
     _control/purges/<id>.json        state of a purge: resumable
     _control/containers.json         every container ever used, ETag compare-and-swap (see containers.py)
+    _control/containers.copy.json    the same, written first
     _control/workers/<worker>.json   what each worker says of its puts when a generation rose (see fence.py)
 
 Never on the request path.
@@ -38,6 +39,8 @@ NAMESPACES = "_control/namespaces/"
 PURGE_PREFIX = generations.PURGES
 WORKERS_PREFIX = "_control/workers/"
 CONTAINERS_OBJECT = "_control/containers.json"
+KEEP_EVERY = 1024
+"""Names of a listing between two looks at the lease."""
 
 
 class Deleted(NamedTuple):
@@ -77,6 +80,13 @@ class KvStore:
                 if getattr(e, "error_code", "") == "ContainerNotFound":
                     return
                 raise
+
+    def each(self, container: str, keep: Callable[[], object]) -> Iterator[BlobInfo]:
+        """`list` of a whole container; `keep` is called every KEEP_EVERY names: a listing may outlast a lease."""
+        for number, info in enumerate(self.list(container)):
+            if number % KEEP_EVERY == 0:
+                keep()
+            yield info
 
     def delete(self, container: str, names: Iterable[str], go: Callable[[], bool] = lambda: True) -> Deleted:
         """Delete each name, `threads` at a time. One that is missing is done; failures are returned, not raised.

@@ -33,6 +33,7 @@ from components.common.kv.catalogue import SKEW_S, Catalogue, fragment
 from components.common.kv.classes import Classes
 from components.common.kv.containers import sweep_retired
 from components.common.kv.epochs import generation_of
+from components.common.kv.fence import forget_ended
 from components.common.kv.generations import reconcile
 from components.common.kv.journal import JournalReader, snapshot
 from components.common.kv.keys import parse_name
@@ -67,7 +68,7 @@ class Sweeper:
         self.snapshot = Publisher(store, self.lease)
         self.counters: Counter[str] = Counter()
         self.problems: dict[str, str] = {}
-        """What does not work while the rest goes on: {generations, snapshot, status: why}."""
+        """What does not work while the rest goes on: {generations, retired, snapshot, status: why}."""
         self.seconds = 0.0
         self._forget()
 
@@ -117,9 +118,14 @@ class Sweeper:
         self._base()
         self.reader.read()
         if self._now() - self._listed_at >= self.config.relist_s:
-            if not sweep_retired(self.store, self.classes, self._delete, self._now(), self.config.most_deletes):
+            mine, why = sweep_retired(
+                self.store, self.classes, self._delete, self._now(), self.config.most_deletes, self.lease.keep
+            )
+            if not mine:
                 return self._lost()
+            self._problem("retired", why)
             self.relist()
+            forget_ended(self.store, self._now(), lambda: self.lease.held)
         if not self._late():
             return self._lost()
         now = self._now()
@@ -156,7 +162,7 @@ class Sweeper:
         owner.setdefault(self.config.container, [self.classes.default])
         for container, names in owner.items():
             cls = self.classes.default if self.classes.default in names else sorted(names)[0]
-            for info in self.store.list(container):
+            for info in self.store.each(container, self.lease.keep):
                 if parse_name(info.name) is None:
                     continue
                 seen.append(fragment(info.name))
@@ -183,6 +189,11 @@ class Sweeper:
                 self.catalogue.add(entry)
             self.reader.offsets.update(found.offsets)
         self._based = True
+
+    def _problem(self, what: str, why: str) -> None:
+        self.problems.pop(what, None)
+        if why:
+            self.problems[what] = why
 
     def _lost(self) -> bool:
         """The lease went during a sweep: another may sweep from now on, so what is known here is out of date."""

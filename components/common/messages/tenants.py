@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import re
 import stat
@@ -51,6 +52,8 @@ _CLASS = re.compile(r"^[a-z0-9]{1,16}$")
 _CONTAINER = re.compile(r"^[a-z0-9](?:[a-z0-9]|-(?!-)){1,61}[a-z0-9]$")
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
 _LEAST_KEY_BYTES = 16
+_NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What the parser raises: its constructors trip over explicit tags (``!!bool maybe``), dates, keys that are lists."""
 
 
 def _bytes(value: Any) -> Any:
@@ -58,7 +61,10 @@ def _bytes(value: Any) -> Any:
         found = _SIZE.match(value)
         if not found or found[2] not in _UNITS:
             raise ValueError("a size is a number of bytes or a string like 64GiB")
-        return int(float(found[1]) * _UNITS[found[2]])
+        size = float(found[1]) * _UNITS[found[2]]
+        if not math.isfinite(size):
+            raise ValueError("a size is a finite number of bytes")
+        return int(size)
     return value
 
 
@@ -100,8 +106,10 @@ class Tenant(Config):
 class RetentionClass(Config):
     """How long and how much KV of one class stays in Blob."""
 
-    ttl_s: float = Field(gt=0, description="seconds an object lives after its put or its last hit")
-    max_ttl_s: float = Field(gt=0, description="seconds an object lives at most, however often it is hit")
+    ttl_s: float = Field(gt=0, allow_inf_nan=False, description="seconds an object lives after its put or its last hit")
+    max_ttl_s: float = Field(
+        gt=0, allow_inf_nan=False, description="seconds an object lives at most, however often it is hit"
+    )
     bytes: Size = Field(description="bytes in Blob over all tenants of the class; beyond it the least worth goes first")
     ephemeral: bool = Field(False, description="true: KV of this class never leaves HBM and DRAM")
     container: str = Field("", description="container of the class; empty = the graph's KV container")
@@ -146,7 +154,7 @@ class TenantsFile(Config):
             text = path.read_text()
             _check_flow_depth(text)
             raw = yaml.load(text, _Loader)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:  # ValueError: no UTF-8, a date that is none
+        except (OSError, *_NO_YAML) as e:
             raise DynamoBlobError(
                 "TENANTS-UNREADABLE",
                 "the tenants file cannot be read",
@@ -244,10 +252,10 @@ def can_rotate(path: Path) -> None:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
         os.unlink(temporary)
-    except OSError as e:
+    except (OSError, ValueError) as e:  # ValueError: a path no system has
         raise DynamoBlobError(
             "TENANTS-SALT-KEY-FIXED", "the tenant's salt key cannot be replaced from here", where=str(path),
-            why=f"{e.strerror or e}: a mounted Secret is read-only",
+            why=f"{getattr(e, 'strerror', '') or e}: a mounted Secret is read-only",
             do="replace the key where it is kept (kubectl create secret … | kubectl apply -f -), wait until the gateway has it, then purge with --keep-key",
         ) from None  # fmt: skip
 
