@@ -356,7 +356,7 @@ def test_a_worker_that_says_nothing_is_named_and_forgotten_once_it_is_long_dead(
     assert worker[dead] in summary(report) and store.account.find(store.control, dead.name), "it may only be cut off"
     alive.raised(tenant_hash("acme"), 2)
     assert alive.turn()
-    monkeypatch.setattr("components.common.kv.purge._SILENT_S", -60.0)
+    monkeypatch.setattr("components.common.kv.purge.SILENT_S", -60.0)
     Purge(config(azurite, store, settle_s=0), store, KEY).run()
     assert [i.name for i in store.list(store.control, WORKERS_PREFIX)] == [alive.name]
 

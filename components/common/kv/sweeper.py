@@ -167,7 +167,6 @@ class Sweeper:
                     continue
                 seen.append(fragment(info.name))
                 self.catalogue.found(info.name, info.size, cls, info.modified)
-            self.lease.keep()
         rows = self.catalogue.columns()
         mine = np.ascontiguousarray(rows.key[:, :8]).view(">u8").ravel().astype(np.uint64)
         gone = ~np.isin(mine, np.frombuffer(seen, np.uint64)) & (rows.created < begun - 1)
