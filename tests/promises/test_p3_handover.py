@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from components.common.kv.build import kv_params_for, kv_transfer_config
+from components.common.kv.store import WORKERS_PREFIX
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, free_port, new_container, shared
 from tests.kvtools.engines import Driver, Engine
+from tests.kvtools.proxy import wait_for
 from tests.kvtools.text import ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -18,10 +20,10 @@ LEASE_S = 4
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def connector(role: str) -> dict:
+def connector(role: str, lease_s: int) -> dict:
     return {
         "kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": LEASE_S},
+        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": lease_s},
     }  # fmt: skip
 
 
@@ -30,7 +32,7 @@ class Pair:
         self.driver, self.store, self.container = driver, store, new_container(store)
         self.p, self.d = self.engine("p", "kv_producer"), self.engine("d", "kv_consumer")
 
-    def engine(self, name: str, role: str) -> Engine:
+    def engine(self, name: str, role: str, lease_s: int = LEASE_S) -> Engine:
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         # Deadlines that a busy machine keeps: a late lookup is a legal miss, and here hits are asserted.
         settings = kv.settings(self.store, container=self.container, lookup_deadline_s=20.0, load_deadline_s=60.0)
@@ -39,7 +41,7 @@ class Pair:
             "tiny-full",
             env=env,
             dtype="float32",
-            kv_transfer_config=kv_transfer_config(settings, connector(role)),
+            kv_transfer_config=kv_transfer_config(settings, connector(role, lease_s)),
         )
 
     def prefill(self, prompt: list[int]) -> dict:
@@ -133,3 +135,16 @@ def test_case_33_prefill_dies_decode_recomputes(pair: Pair) -> None:
     got = pair.decode(prompt, handed)
     assert got["tokens"] == want["tokens"]
     assert pair.d.generate(ids(100, seed=7), max_tokens=4)["finish"] == "length", "decode stays healthy"
+
+
+def test_prefill_told_to_end_does_not_wait_for_a_pull_that_never_comes(pair: Pair) -> None:
+    """The client left between prefill and decode, the lease (30 s by default) outlives the time that an engine has to end:
+    it was killed then, with its tiers open. A worker whose tiers were closed takes its name out of what purges ask."""
+    account, known = pair.store.account(), lambda: len(list(account.list(pair.container, WORKERS_PREFIX)))
+    before, held = known(), pair.engine("held", "kv_producer", lease_s=300)
+    wait_for(lambda: known() == before + 1, 20, "the new worker is known to purges")
+    pair.p = held
+    pair.prefill(ids(520, seed=8))
+    held.stop()
+    assert b"force killing" not in pair.driver.log.read_bytes()
+    assert known() == before, "the tiers of the engine were not closed"
