@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from components.common.kv.store import JOURNAL_PREFIX
+from tests.kvtools import kv
+from tests.kvtools.azure import Store
 from tests.kvtools.fixtures import names, stored
 from tests.kvtools.proxy import FaultProxy, wait_for
 
@@ -62,3 +65,21 @@ def test_a_put_that_is_overdue_and_still_in_nixls_hands(
     assert ends(scheduler) < 15
     assert not [r for r in caught.records if "mmap" in r.getMessage() or r.exc_info], caught.text
     proxy.heal()
+
+
+@pytest.mark.parametrize("verify", [0.0, 1.0])
+def test_puts_that_land_while_the_engine_ends(
+    make: Any, proxy: FaultProxy, store: Store, container: str, verify: float
+) -> None:
+    """They are in the index when it closes. One that would still have to be read back is not; nothing new is begun."""
+    scheduler, chunks = make(store_deadline_s=60.0, verify_puts=verify), names(2, f"landing{verify}-")
+    proxy.fault("delay", 1.0, methods=("PUT",), match=CHUNKS)
+    scheduler.put(scheduler.request(chunks=chunks), chunks)
+    scheduler.step()
+    wait_for(lambda: proxy.count(fault="delay") >= 2, 20, "two puts are under way")
+    assert ends(scheduler) < 15
+    account = store.account()
+    journals = [bytes(account.get(container, b.name)).decode() for b in account.list(container, JOURNAL_PREFIX)]
+    noted = [line for text in journals for line in text.splitlines() if line.startswith("p") and "0" * 32 in line]
+    assert len(kv.chunks(store, container)) == 2 and len(noted) == (0 if verify else 2), journals
+    assert not verify or scheduler.tier._mover.reasons["store_closed"] == 2, scheduler.tier._mover.reasons

@@ -109,6 +109,7 @@ class Fence:
         try:
             if self.registered and drained and not self._under_way and self.turn():
                 self._store.delete(self._store.control, [self.name])
+                self.registered = False
         except DynamoBlobError as e:
             log.info("this worker's %s stays: %s", self.name, e)
 

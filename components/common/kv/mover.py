@@ -276,6 +276,8 @@ class Mover:
             self._end(unit, "ok" if good and (unit.guard is None or unit.guard()) else "unverified")
         elif outcome is not Outcome.DONE:
             self._end(unit, "failed" if outcome is None else outcome.value)  # type: ignore[arg-type]
+        elif unit.store and unit.verify and self._closed:
+            self._end(unit, "closed")  # nothing new is begun: nobody would give it up any more
         elif unit.store and unit.verify:
             unit.read_back = True  # is what we wrote what the store gives back? Into the same slot: the write is over
             assert unit.slot is not None

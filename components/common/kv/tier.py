@@ -392,8 +392,8 @@ class DynamoBlobTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """What is given up goes on in staging memory only. Raises when a chunk is copied for ever: DRAM then stays mapped."""
         ended = self._mover.close(_DRAIN_S)
+        self._take_ends()  # what landed meanwhile goes into the index before it closes
         self._opened.close(_CLOSE_S)
-        self._take_ends()
         self._rows = np.empty((0, 0), np.uint8)  # the DRAM tier cannot be unmapped under a view
         if not ended:
             raise DynamoBlobError(
