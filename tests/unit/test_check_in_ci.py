@@ -63,11 +63,11 @@ def test_the_commands_of_a_snippet_run_and_refuse_a_broken_graph(name: str, chec
         done = sh(command, checkout)
         assert done.returncode == 0, done.stdout + done.stderr
     assert list((checkout / "build/rendered").glob("*-dynamographdeployment-*.yaml"))
-    broken(checkout)
+    lines = broken(checkout).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "block_size: 64" in text)
     done = sh(check, checkout)
-    assert (
-        done.returncode == 1 and re.search(r"CHECK-BLOCK-SIZE", done.stdout) and "graphs/disagg.yaml:22:" in done.stdout
-    )
+    assert done.returncode == 1 and re.search(r"CHECK-BLOCK-SIZE", done.stdout), done.stdout
+    assert f"graphs/disagg.yaml:{line}:" in done.stdout
 
 
 def test_both_snippets_do_the_same_and_keep_what_they_rendered() -> None:

@@ -234,9 +234,14 @@ class MockEngine(LLMEngine):
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         self.inflight += 1
         self._idle.clear()
+        ended = False
         try:
             async for chunk in self._generate(request, context):
+                ended = ended or bool(chunk.get("finish_reason"))
                 yield chunk
+        except (GeneratorExit, asyncio.CancelledError):  # dropped before it could see that its context is stopped
+            self.counters["cancelled"] += not ended
+            raise
         finally:
             self.inflight -= 1
             if not self.inflight:

@@ -63,6 +63,7 @@ class Opened:
     fence: Fence | None = None
     upkeep: Upkeep | None = None
     closers: list[Callable[[], object]] = field(default_factory=list)
+    _closed: bool = False
 
     @property
     def default_class(self) -> str:
@@ -116,6 +117,9 @@ class Opened:
         What still waits for an answer then (the index's last append, say) is on daemon threads, which no exit waits for.
         """
         end = time.monotonic() + drain_s
+        if self._closed:  # an engine that ends may ask twice
+            return all([t.close(0.0) for t in self.transports.values()])
+        self._closed = True
         if self.note is not None:
             self.note.close()
         drained = all([t.close(min(1.0, max(0.0, end - time.monotonic()))) for t in self.transports.values()])
