@@ -173,7 +173,13 @@ def test_each_decision_is_in_status_metrics_and_the_trace_of_its_request(
     engine: Engine, traces: Collector, status: Path
 ) -> None:
     """P4: predicted, actual and regret, the same three places over."""
-    before, told = len(traces.spans), json.loads(status.read_text())
+
+    def written() -> dict:
+        time.sleep(1.1)  # written once a second, by a step
+        engine.generate(ids(20, seed=time.monotonic_ns()), max_tokens=2, kv=LOAD)
+        return json.loads(status.read_text())
+
+    before, told = len(traces.spans), written()
     headers = {"traceparent": "00-" + "1f" * 16 + "-" + "2e" * 8 + "-01"}
     prompt = ids(N, seed=77)
     first = engine.generate(prompt, max_tokens=2, kv={"tenant": PUBLIC}, trace=headers)
@@ -183,13 +189,13 @@ def test_each_decision_is_in_status_metrics_and_the_trace_of_its_request(
     assert span["kv.cost.load_tokens"] in range(0, N, 128) and span["kv.cost.reason"], (
         "an index that does not know counts as held"
     )
-    assert 0 < span["kv.cost.predicted_s"] <= span["kv.cost.recompute_s"]
+    assert 0 < span["kv.cost.predicted_s"] <= 2 * span["kv.cost.recompute_s"], (
+        "switch_gain keeps a way that is a little slower"
+    )
     assert 0 < span["kv.cost.actual_s"] <= first["ttft"] + 1.0
     assert abs(span["seconds"] - span["kv.cost.actual_s"]) < 1e-3
     assert 0 <= span["kv.cost.regret_s"] <= span["kv.cost.actual_s"]
-    time.sleep(1.1)  # the status file is written once a second, by a step
-    engine.generate(ids(20, seed=78), max_tokens=2, kv=LOAD)
-    now = json.loads(status.read_text())
+    now = written()
     assert now["requests"] == told["requests"] + 1, "a forced request is not counted"
     assert abs(now["served_s"] - told["served_s"] - span["kv.cost.actual_s"]) < 1e-6
     counted = engine.metrics("vllm:dynamo_blob_kv_cost_")
