@@ -7,13 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from components.common.kv.epochs import scoped
+from components.common.kv.store import KvStore
 from components.common.messages.salt import tenant_hash
 from components.common.storage.azurite import AzuriteConfig, ensure_key, wait_ready
 from components.common.storage.config import AccountConfig, CredentialConfig
 from components.common.storage.sas import Grant
+from tests.kvtools.azure import new_container, shared
 
 ACCOUNT = "retkv"
 NAMESPACE = "ab" * 16
@@ -61,3 +66,14 @@ def name(tenant: str, number: int | str, generation: int = 0, namespace: str = N
 def write_plan(path: Path, model: object) -> Path:
     path.write_text(json.dumps(model))
     return path
+
+
+@pytest.fixture
+def kv_store() -> Iterator[KvStore]:
+    """A new container of the Azurite that all tests of this process share."""
+    server = shared()
+    account = server.account()
+    kv = KvStore(account, new_container(server))
+    yield kv
+    kv.close()
+    account.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,8 +15,8 @@ from components.common.kv.sweeper import Sweeper, SweeperConfig
 from components.common.messages.salt import tenant_hash
 from components.common.messages.tenants import RetentionClass
 from components.common.registry.signing import SigningKey
+from tests import kv_azurite
 from tests.kv_azurite import NAMESPACE, name
-from tests.kvtools.azure import new_container, shared
 
 COPY = "_control/epochs.copy.json"
 ACME, OTHER = tenant_hash("acme"), tenant_hash("other")
@@ -31,14 +30,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def store() -> Iterator[KvStore]:
-    server = shared()
-    account = server.account()
-    kv = KvStore(account, new_container(server))
-    yield kv
-    kv.close()
-    account.close()
+store = kv_azurite.kv_store
 
 
 def damage(store: KvStore, blob: str, how: str) -> None:

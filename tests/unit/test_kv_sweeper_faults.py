@@ -29,21 +29,14 @@ from components.common.kv.sweeper_ops import State
 from components.common.messages.salt import tenant_hash
 from components.common.messages.tenants import RetentionClass
 from components.common.storage.errors import StorageError
+from tests import kv_azurite
 from tests.kv_azurite import name
-from tests.kvtools.azure import new_container, shared
 
 HOUR, DAY = 3600.0, 86400.0
 RULE = RetentionClass(ttl_s=HOUR, max_ttl_s=2 * HOUR, bytes=10**9)
 
 
-@pytest.fixture
-def store() -> Iterator[KvStore]:
-    server = shared()
-    account = server.account()
-    kv = KvStore(account, new_container(server))
-    yield kv
-    kv.close()
-    account.close()
+store = kv_azurite.kv_store
 
 
 @pytest.fixture

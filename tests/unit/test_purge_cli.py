@@ -16,20 +16,14 @@ from components.common.kv.store import PURGE_PREFIX, WORKERS_PREFIX, KvStore
 from components.common.messages.salt import tenant_hash
 from components.common.registry.signing import SigningKey
 from graphs.cli.main import main
+from tests import kv_azurite
 from tests.kv_azurite import NAMESPACE, name
-from tests.kvtools.azure import new_container, shared
 
 ACME = tenant_hash("acme")
 DEEP = b"[" * 100_000
 
 
-@pytest.fixture
-def store() -> Any:
-    server = shared()
-    account = server.account()
-    yield (kv := KvStore(account, new_container(server)))
-    kv.close()
-    account.close()
+store = kv_azurite.kv_store
 
 
 def plan(folder: Path, store: KvStore, **more: Any) -> Path:

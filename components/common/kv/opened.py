@@ -214,8 +214,8 @@ def _open_blob(config: KvTiersConfig, pool: StagingPool, namespaces: list[Namesp
         return control.read_epochs()
 
     def raised(tenant: str, generation: int) -> None:
+        fence.raised(tenant, generation)  # first: a purge waits for it
         purged(index, tenant, generation)
-        fence.raised(tenant, generation)
 
     epochs = Epochs(
         generations, refresh_s=config.epochs_refresh_s, stale_s=config.epochs_stale_s, on_raise=raised
