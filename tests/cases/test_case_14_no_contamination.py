@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.kvtools.fixtures import names, stored
 from tests.kvtools.manager import data
 
@@ -12,11 +14,11 @@ def test_concurrent_prefixes_get_their_own_rows(make) -> None:
     for chunks in prompts.values():
         stored(writer, chunks)
     requests = {t: reader.request(chunks=c) for t, c in prompts.items()}
-    for _ in range(2000):
-        answers = {t: reader.scan(requests[t], prompts[t]) for t in prompts}
-        if None not in answers.values():
-            break
+    end = time.monotonic() + 30
+    while None in (answers := {t: reader.scan(requests[t], prompts[t]) for t in prompts}).values():
+        assert time.monotonic() < end, answers
         reader.step()
+        time.sleep(0.001)
     assert answers == {t: 6 for t in prompts}
     for t, chunks in prompts.items():
         assert reader.rows(requests[t], chunks) == [data(c) for c in chunks]

@@ -21,7 +21,8 @@ Kinds of fault (`Rule.kind`), applied to requests whose "METHOD target" matches:
     garbage    something that is not HTTP
 
 The log has one JSON line per request: {n, t, method, target (without query), range, status, sent, fault}.
-`sent` counts body bytes that left the proxy towards the client.
+`sent` counts body bytes that left the proxy towards the client; a request stands in totals and log before its last
+bytes leave.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +105,7 @@ class FaultProxy:
         self.by_target: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.entries: list[dict[str, Any]] = []
+        self._recorded: set[int] = set()
 
     @property
     def rules(self) -> list[Rule]:
@@ -206,13 +209,21 @@ class FaultProxy:
                 return server
             return self._forward(client, head, body, server, rule, entry, method)
         finally:
+            self._record(entry)
             with self._lock:
                 self.active -= 1
-                self.body_bytes += entry["sent"]
-                self.by_target[entry["target"]] += entry["sent"]
-                self.entries.append(entry)
-                if self._log:
-                    self._log.write(json.dumps(entry) + "\n")
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        """Once per request, and before its last bytes leave: who has the whole answer finds it counted."""
+        with self._lock:
+            if entry["n"] in self._recorded:
+                return
+            self._recorded.add(entry["n"])
+            self.body_bytes += entry["sent"]
+            self.by_target[entry["target"]] += entry["sent"]
+            self.entries.append(entry)
+            if self._log:
+                self._log.write(json.dumps(entry) + "\n")
 
     def _answer_alone(self, client: socket.socket, rule: Rule, entry: dict[str, Any], method: str) -> bool:
         """Faults that need no upstream. True if the request was answered."""
@@ -220,6 +231,7 @@ class FaultProxy:
             status, code = _CANNED[rule.kind]
             status = status or rule.status
             entry["status"] = status
+            self._record(entry)
             retry = f"Retry-After: {rule.seconds:g}\r\n" if rule.kind == "throttle" and rule.seconds else ""
             client.sendall(
                 f"HTTP/1.1 {status} Injected\r\nx-ms-error-code: {code}\r\n{retry}Content-Length: 0\r\n\r\n".encode()
@@ -261,7 +273,7 @@ class FaultProxy:
         entry["status"] = int(answer.first.split(" ")[1])
         if answer.fields.get("transfer-encoding", "").lower() == "chunked":
             client.sendall(answer.raw + b"\r\n\r\n")
-            _copy_chunked(server, client, rest, entry)
+            _copy_chunked(server, client, rest, entry, self._record)
             return server
         length = 0 if method == "HEAD" or entry["status"] in (204, 304) else answer.length
         raw = answer.raw
@@ -271,6 +283,8 @@ class FaultProxy:
             client.sendall(raw + b"\r\n\r\n")
             self._body(server, client, rest, length, entry, rule, stop=kept)
             return server
+        if not length:
+            self._record(entry)
         client.sendall(raw + b"\r\n\r\n")
         self._body(server, client, rest, length, entry, rule, stop=length)
         return server
@@ -304,10 +318,15 @@ class FaultProxy:
             if rule and kind == "cap":
                 due = began + (at + len(data)) / rule.rate
                 self._closed.wait(max(0.0, due - time.monotonic()))
-            self._send(client, data[: max(0, stop - at)], entry)
+            self._send(client, data[: max(0, stop - at)], entry, last=at + len(data) >= stop)
             at += len(data)
 
-    def _send(self, client: socket.socket, data: bytes, entry: dict[str, Any]) -> None:
+    def _send(self, client: socket.socket, data: bytes, entry: dict[str, Any], last: bool = False) -> None:
+        if last:
+            entry["sent"] += len(data)
+            self._record(entry)
+            client.sendall(data)
+            return
         client.sendall(data)
         entry["sent"] += len(data)
 
@@ -361,7 +380,9 @@ def _read_body(source: socket.socket, buffer: bytearray, length: int) -> bytes:
     return body
 
 
-def _copy_chunked(server: socket.socket, client: socket.socket, rest: bytearray, entry: dict[str, Any]) -> None:
+def _copy_chunked(
+    server: socket.socket, client: socket.socket, rest: bytearray, entry: dict[str, Any], record: Callable[[dict[str, Any]], None]
+) -> None:  # fmt: skip
     def line() -> bytes:
         while b"\r\n" not in rest:
             data = server.recv(_BLOCK)
@@ -376,6 +397,8 @@ def _copy_chunked(server: socket.socket, client: socket.socket, rest: bytearray,
         size = line()
         count = int(size.split(b";")[0], 16)
         data = _read_body(server, rest, count + 2)
+        if count == 0:
+            record(entry)
         client.sendall(size + b"\r\n" + data)
         entry["sent"] += count
         if count == 0:

@@ -88,7 +88,8 @@ class Driver:
 
     async def reset(self, name: str, dram: bool = False) -> bool:
         """Forget HBM (and DRAM); retried while transfers hold blocks."""
-        for _ in range(200):
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
             if await self.engines[name].reset_prefix_cache(reset_connector=dram):
                 return True
             await asyncio.sleep(0.02)
