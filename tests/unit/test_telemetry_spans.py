@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 
 import pytest
 
@@ -28,7 +30,10 @@ def test_a_span_arrives_in_the_trace_of_its_request(monkeypatch: pytest.MonkeyPa
         mine.record("kv.cost", 1.5, {"kv.cost.actual_s": 1.5}, PARENT)
         mine.record("kv.cost", 0.5, {"kv.cost.actual_s": 0.5})
         wait_for(lambda: len(found.spans) == 2, 20, "two spans")
-    mine_, alone = found.spans
+        mine.record("kv.cost", 0.25, {})
+        mine.close(20)  # what waits is sent, before its second is over
+        assert len(found.spans) == 3
+    mine_, alone, _ = found.spans
     assert mine_["trace"] == "ab" * 16 and mine_["parent"] == "cd" * 8
     assert abs(mine_["seconds"] - 1.5) < 1e-3 and mine_["kv.cost.actual_s"] == 1.5
     assert alone["trace"] != mine_["trace"] and not alone["parent"]
@@ -46,3 +51,7 @@ def test_a_collector_that_is_silent_costs_a_bounded_queue(monkeypatch: pytest.Mo
             mine.record("kv.cost", 0.1, {"kv.cost.actual_s": 0.1}, {"traceparent": "nonsense"})
         waiting = mine._provider._active_span_processor._span_processors[0]._batch_processor._queue
         assert len(waiting) <= spans.QUEUE == waiting.maxlen
+        began = time.monotonic()
+        mine.close(0.5)
+        assert time.monotonic() - began < 5
+    wait_for(lambda: not any(t.name.startswith("OtelBatch") for t in threading.enumerate()), 30, "its thread ends")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,7 @@ class Spans:
 
         self._propagator = TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
+        self._exporter = exporter
         self._provider.add_span_processor(BatchSpanProcessor(exporter, QUEUE, EVERY_MS, BATCH, EXPORT_S * 1000))
         self._tracer = self._provider.get_tracer("dynamo_blob")
 
@@ -50,6 +52,14 @@ class Spans:
             span.end(end)
         except Exception:  # a trace is worth less than the request it is about
             log.warning("a span is lost", exc_info=True)
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Send what waits, for at most `seconds`; what a slow collector has not taken by then is lost. Ends the thread."""
+        flush = threading.Thread(target=self._provider.force_flush, name="spans-flush", daemon=True)
+        flush.start()
+        flush.join(seconds)
+        self._exporter.shutdown()  # first: the provider would wait for its retries
+        threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True).start()
 
 
 def open_spans(service: str, environ: Mapping[str, str] = os.environ) -> Spans | None:
