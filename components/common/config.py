@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.common.errors import DynamoBlobError, nearest
+from components.common.places import Place
 
 
 class Config(BaseModel):
@@ -37,25 +38,33 @@ class Config(BaseModel):
         return cls.parse(raw, where=str(path))
 
     @classmethod
-    def parse(cls, raw: object, where: str = "") -> Self:
+    def parse(cls, raw: object, where: str = "", place: Place | None = None) -> Self:
+        """`place`: where a value stands in the file `where`; the first fault's place is named with the file, the others' with them."""
         try:
             return cls.model_validate(raw)
         except ValidationError as e:
+            first = place(_loc(e.errors()[0])) if place else ""
             raise DynamoBlobError(
                 "CONFIG-INVALID",
                 f"{cls.__name__} is not valid",
-                where=where,
-                why="; ".join(_explain(cls, e)),
+                where=f"{where}:{first}" if first else where,
+                why="; ".join(_explain(cls, e, place)),
                 do="correct the keys named above",
             ) from None
 
 
-def _explain(cls: type[BaseModel], error: ValidationError) -> list[str]:
-    out = []
+def _loc(item: Any) -> tuple[str | int, ...]:
+    """Keys of the value; of a check over several values those that its message begins with ("tenants.a.class: ...")."""
+    return tuple(item["loc"]) or tuple(item["msg"].removeprefix("Value error, ").partition(":")[0].split("."))
+
+
+def _explain(cls: type[BaseModel], error: ValidationError, place: Place | None = None) -> list[str]:
+    out: list[str] = []
     for item in error.errors():
+        at = f"line {place(_loc(item))}: " if place and out and place(_loc(item)) else ""
         path = ".".join(str(p) for p in item["loc"])
         if item["type"] == "extra_forbidden":
-            out.append(f"unknown key '{path}' ({nearest(str(item['loc'][-1]), fields_at(cls, item['loc'][:-1]))})")
+            out.append(f"{at}unknown key '{path}' ({nearest(str(item['loc'][-1]), fields_at(cls, item['loc'][:-1]))})")
         else:
             said = item["msg"].removeprefix("Value error, ")
             if item["type"] in (
@@ -67,21 +76,21 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> list[str]:
                 "bool_parsing",
             ):
                 said += f", found {str(item['input'])[:40]!r}"  # where a number belongs, no secret stands
-            out.append(f"{path}: {said}" if path else said)
+            out.append(at + (f"{path}: {said}" if path else said))
     return out
 
 
 def fields_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Field names valid at `loc` inside `cls`; empty when `loc` passes through a plain mapping."""
+    """Field names, as a file writes them, valid at `loc` inside `cls`; empty when `loc` passes through a plain mapping."""
     model: type[BaseModel] | None = cls
     for part in loc:
         if model is None or isinstance(part, int):
             continue
-        field = model.model_fields.get(part)
+        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         if field is None:
             continue
         model = _model_in(field.annotation)
-    return list(model.model_fields) if model else []
+    return [f.alias or name for name, f in model.model_fields.items()] if model else []
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:

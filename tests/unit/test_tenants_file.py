@@ -43,6 +43,23 @@ def test_the_example_is_valid_and_holds_no_key() -> None:
     assert f.default_class == "standard" and f.classes["ephemeral"].ephemeral
 
 
+def test_a_fault_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    good = "classes:\n  std: {ttl_s: 9, max_ttl_s: 9, bytes: 1}\ndefault_class: std\n"
+    path.write_text(good + "tenants:\n  a:\n    keys: [sk-1]\n    salt_key_file: x\n    claas: std\n")
+    with pytest.raises(DynamoBlobError) as e:
+        TenantsFile.load(path)
+    assert e.value.where == f"{path}:8:5" and "'tenants.a.claas' (did you mean 'class'?)" in e.value.why
+    path.write_text(good + "tenants:\n  a:\n    keys: 5\n    salt_key_file: [x]\n")
+    with pytest.raises(DynamoBlobError) as e:
+        TenantsFile.load(path)
+    assert e.value.where == f"{path}:6:5" and "line 7:5: tenants.a.salt_key_file" in e.value.why
+    path.write_text(good.replace("default_class: std", "default_class: stb"))
+    with pytest.raises(DynamoBlobError) as e:
+        TenantsFile.load(path)
+    assert e.value.where == f"{path}:3:1"
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

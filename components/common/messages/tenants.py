@@ -34,6 +34,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from components.common.config import Config
 from components.common.errors import DynamoBlobError, nearest
 from components.common.messages.salt import tenant_hash
+from components.common.places import places
 
 _UNITS = {
     "": 1,
@@ -164,7 +165,7 @@ class TenantsFile(Config):
             ) from None
         if not isinstance(raw, dict):
             raw = {}
-        return cls.parse({**raw, "directory": str(path.parent.absolute())}, where=str(path))
+        return cls.parse({**raw, "directory": str(path.parent.absolute())}, str(path), places(text))
 
     def class_of(self, tenant: str) -> str:
         """Class of a tenant's name; the default class for names the file does not know."""
