@@ -17,19 +17,18 @@ from typing import Any
 
 from components.common.errors import DynamoBlobError
 from graphs import output
+from graphs.counters import Counters, counters, total, workers
 from graphs.launch import store
 from graphs.launch.http import ask
 from graphs.launch.session import Session
 from graphs.launch.table import phase_table
 from graphs.load import Finding
-from graphs.plan import Plan, Process
+from graphs.plan import Plan
 
 ANSWER_DEADLINE_S, COUNTER_DEADLINE_S = 120.0, 10.0
 HANDED_OVER_MOST = 1
 """Prompt tokens a decode worker computes itself after a good handover: the last one, whose logits it needs. Per
 request: the gateway's canaries of one token finish between the two readings too."""
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)", re.MULTILINE)
-Counters = dict[str, float]
 
 
 def smoke(session: Session, question: str, json_file: str | None) -> int:
@@ -143,35 +142,6 @@ def weights_proof(plan: Plan, first: int = 0) -> dict[str, Any]:
 
 
 # -- KV
-
-
-def workers(plan: Plan) -> list[Process]:
-    return [p for p in plan.processes if p.component in ("prefill", "decode", "aggregated")]
-
-
-async def counters(process: Process) -> Counters:
-    """``name{labels}`` -> value of a worker's /metrics."""
-    port = next(p for p in process.ports if p.name == "system")
-    answer = await ask(f"http://{port.host}:{port.number}/metrics", timeout_s=10.0)
-    return parse_metrics(answer.body.decode())
-
-
-def parse_metrics(text: str) -> Counters:
-    return {f"{m[1]}{m[2] or ''}": float(m[3]) for m in _SAMPLE.finditer(text) if _number(m[3])}
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def total(counted: Counters, name: str, **labels: str) -> float:
-    """Sum over all samples of a metric whose labels include `labels`."""
-    want = [f'{k}="{v}"' for k, v in labels.items()]
-    return sum(v for k, v in counted.items() if k.split("{")[0] == name and all(w in k for w in want))
 
 
 async def _all_counters(plan: Plan) -> dict[str, Counters]:

@@ -87,5 +87,6 @@ def _chosen(state: Path, graph: str, names: list[str]) -> list[Path]:
                 f"no process '{name}'",
                 where=str(found[0].path),
                 why=nearest(name, [p.stem for p in logs]),
+                do="name a process or a component; `dynamo logs` alone shows all",
             )
     return out

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         write_report(args.report, "", "")
     settings = kv_settings(args)
     path = args.tenants or (Path(settings[0].tenants_file) if settings[0].tenants_file else None)
-    file = TenantsFile.load(path) if path else None
+    file = tenants_file(path) if path else None
     classes = Classes.of_file(file, settings[0].container) if file else Classes.single(settings[0].container)
     if args.lifecycle:
         print(json.dumps(classes.lifecycle(), indent=1))
@@ -120,7 +121,18 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         write_report(args.report, json.dumps(report, indent=1) + "\n", report["id"])
     print(json.dumps(report) if args.json else summary(report))
+    if args.tenant and file is None and not report["deleted"]:
+        print(f"no object of a tenant '{args.tenant}' was there, and no tenants file says whether that is its name", file=sys.stderr)  # fmt: skip
     return 0
+
+
+def tenants_file(path: Path) -> TenantsFile:
+    """Raises what `TenantsFile.load` does; anyone's slip in the file must not keep a purge from being done."""
+    try:
+        return TenantsFile.load(path)
+    except DynamoBlobError as e:
+        e.do = f"{e.do}; or pass --tenants with a copy that is good".removeprefix("; ")
+        raise
 
 
 def verified(args: argparse.Namespace) -> int:

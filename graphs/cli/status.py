@@ -9,7 +9,9 @@ Exit 0 when every process is ready, 1 when one is not, or nothing runs.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -24,13 +26,15 @@ from components.common.kv import explain
 from components.common.loading.client import ServiceClient, ServiceGone
 from graphs.cli._common import add_state, live
 from graphs.cli._explain import explained, explanations
+from graphs.counters import SOURCES, sources
 from graphs.launch import control
 from graphs.launch.table import render
 from graphs.plan import Plan
 from graphs.sockets import control_socket
 
 NO_TIERS = "kv: HBM only; `kv: {profile: ...}` in the graph adds tiers in DRAM and Blob (docs/kv.md)"
-ANSWER_S = 2.0  # to wait for a weight service
+ANSWER_S = 2.0  # to wait for a weight service, or for the workers' counters
+PIPE_COLUMNS = 240
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -48,20 +52,21 @@ def run(args: argparse.Namespace) -> int:
         now = control.ask(socket, {"op": "status"})
         plan = Path(now["run_dir"]) / "plan.json"
         more = {"cost": explanations(Plan.read(plan))} if args.explain else {}
-        return now | {"served": served(plan), "kv": tiers(plan)} | more
+        return now | {"served": served(plan), "kv": tiers(plan), "prompt_tokens": prompts(plan)} | more
 
     snapshot = look()
     if args.json:
         print(json.dumps(snapshot, indent=1))
     elif args.watch:
-        with Live(shown(snapshot), console=Console(), auto_refresh=False) as view:
+        with Live(shown(snapshot), console=console(), auto_refresh=False) as view:
             while True:
                 time.sleep(1.0)
                 view.update(shown(look()), refresh=True)
     else:
-        Console().print(shown(snapshot))
+        out = console()
+        out.print(shown(snapshot))
         for name, found in snapshot.get("cost", {}).items():
-            Console().print(explained(name, found))
+            out.print(explained(name, found))
     return 0 if all_ready(snapshot) else 1
 
 
@@ -89,6 +94,23 @@ def tiers(plan: Path) -> dict[str, list[dict[str, Any]]]:
     return out
 
 
+def prompts(plan: Path) -> dict[str, dict[str, int]]:
+    """{worker: prompt tokens by source}, vLLM's own count; workers that do not answer, and fake engines, are left out."""
+    found = Plan.read(plan) if plan.is_file() else None
+    return asyncio.run(sources(found, ANSWER_S)) if found and found.engine_kind == "vllm" else {}
+
+
+def prompt_lines(found: dict[str, dict[str, int]]) -> list[Text]:
+    """Which tier the prompts' KV came from, one line per worker that had any."""
+    out = []
+    for worker, tokens in found.items():
+        if sum(tokens.values()):
+            computed, hbm, moved = (tokens[s] for s in SOURCES)
+            origin = "the prefill workers" if worker.startswith("decode") else "DRAM or Blob"
+            out.append(Text(f"prompt tokens {worker}: {computed} computed, {hbm} from HBM, {moved} from {origin}"))
+    return out
+
+
 def kv_lines(found: dict[str, list[dict[str, Any]]]) -> list[Text]:
     """One line per worker and tier; another for each reason why there are no hits."""
     out = []
@@ -105,7 +127,13 @@ def kv_lines(found: dict[str, list[dict[str, Any]]]) -> list[Text]:
 
 def shown(snapshot: dict[str, Any]) -> Group:
     lines = kv_lines(snapshot.get("kv") or {}) or [Text(NO_TIERS, "dim")]
-    return Group(render(snapshot), *lines)
+    return Group(render(snapshot), *prompt_lines(snapshot.get("prompt_tokens") or {}), *lines)
+
+
+def console() -> Console:
+    """A terminal's own width; a pipe or file gets whole lines unless COLUMNS says otherwise."""
+    out = Console()
+    return out if out.is_terminal or os.environ.get("COLUMNS") else Console(width=PIPE_COLUMNS)
 
 
 def all_ready(snapshot: dict[str, Any]) -> bool:

@@ -210,11 +210,15 @@ class Session:
         supervisor = self.supervisor
         assert supervisor is not None
         if component not in SCALABLE:
-            raise DynamoBlobError("LAUNCH-SCALE", f"'{component}' cannot be scaled", why=nearest(component, SCALABLE))
+            raise DynamoBlobError(
+                "LAUNCH-SCALE", f"'{component}' cannot be scaled", where=f"{component}={replicas}", why=nearest(component, SCALABLE),
+                do="name one of those, e.g. `dynamo scale decode=2`",
+            )  # fmt: skip
         if supervisor.phase != "serving":
             raise DynamoBlobError(
                 "LAUNCH-SCALE",
                 "the graph is not serving",
+                where=str(supervisor.run_dir),
                 why=f"it is {supervisor.phase}",
                 do="wait until `dynamo status` says serving",
             )
@@ -229,11 +233,15 @@ class Session:
             )  # fmt: skip
         raise_first([f for f in check_loaded(graph) if f.severity == "error"])
         if getattr(graph.spec.components, component) is None or getattr(before.spec.components, component) is None:
-            raise DynamoBlobError("LAUNCH-SCALE", f"the graph has no component '{component}'", where=self.path)
+            raise DynamoBlobError(
+                "LAUNCH-SCALE", f"the graph has no component '{component}'", where=self.path,
+                do=f"add `{component}: {{}}` under `components` and restart the graph",
+            )  # fmt: skip
         if replicas < 1:
             raise DynamoBlobError(
-                "LAUNCH-SCALE", "a component keeps one replica at least", why=f"{component}={replicas}"
-            )
+                "LAUNCH-SCALE", "a component keeps one replica at least", where=f"{component}={replicas}",
+                do="give 1 or more; `dynamo stop` ends the graph",
+            )  # fmt: skip
         known = {p.name for p in supervisor.plan.processes}
         self.graph = graph
         try:

@@ -93,6 +93,9 @@ async def test_decode_pulled_the_kv_and_computed_no_prompt(graph: Graph):
     assert gained["vllm:prompt_tokens_by_source_total:external_kv_transfer"] >= 300
     requests = gained["vllm:request_success_total"]  # the gateway's canaries of one token finish in between too
     assert gained.get("vllm:prompt_tokens_by_source_total:local_compute", 0) <= requests
+    told = graph.status()["prompt_tokens"]  # what `dynamo status` shows is the workers' own count
+    assert told["decode-0"]["external_kv_transfer"] >= after["vllm:prompt_tokens_by_source_total:external_kv_transfer"]
+    assert told["prefill-0"]["local_compute"] >= 300 > told["prefill-0"]["external_kv_transfer"] == 0
 
 
 async def test_several_answers_are_whole_and_pull_the_kv_once(graph: Graph):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from graphs.counters import parse_metrics, total
 from graphs.launch import store
 from graphs.load import Finding
-from graphs.smoke import findings, parse_metrics, total
+from graphs.smoke import findings
 from tests.unit.test_graphs_plan import plan
 
 GOOD: dict[str, Any] = {

@@ -169,3 +169,17 @@ def test_names_and_files_nobody_thought_of(tmp_path: Path, store: KvStore, capsy
     path = plan(tmp_path, store, container="", tenants_file=str(file))
     code, said = purge(tmp_path, path, capsys, "--keep-key")
     assert (code, said["error"]["code"]) == (1, "PURGE-NO-KV") and not list(store.list(store.control))
+    file.write_text("classes: {a: {ttl: 1}}\ndefault_class: a\n")  # anyone's slip; a good copy still purges
+    code, said = purge(tmp_path, path, capsys)
+    assert (code, said["error"]["code"]) == (1, "CONFIG-INVALID")
+    assert said["error"]["where"] == f"{file}:1:11" and "pass --tenants with a copy" in said["error"]["do"]
+
+
+def test_a_name_nothing_can_check_is_said_to_have_had_nothing(
+    tmp_path: Path, store: KvStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped name must not look like a purge of the right one."""
+    store.account.put(store.control, name("acme", 1), b"x")
+    argv = ["purge", "--plan", str(plan(tmp_path, store)), "--state", str(tmp_path / "state"), "--tenant"]
+    assert main([*argv, "acmee"]) == 0 and "no object of a tenant 'acmee' was there" in capsys.readouterr().err
+    assert main([*argv, "acme"]) == 0 and "no object of" not in capsys.readouterr().err
