@@ -35,13 +35,17 @@ class Document:
     """Values that come from elsewhere (``--set``), and from where."""
 
     def place(self, path: KeyPath) -> str:
-        """``file:line:column`` of the value at `path`, or of its nearest parent that stands in the file."""
+        """``file:line:column`` of the value at `path`, or of its nearest parent that stands in the file or was ``--set``."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]
             if path[:end] in self.marks:
                 line, column = self.marks[path[:end]]
                 return f"{self.name}:{line}:{column}"
+            if end:  # a mapping that exists only because something in it was set
+                for key, origin in self.origins.items():
+                    if key[:end] == path[:end]:
+                        return origin
         return self.name
 
     def with_value(self, dotted: str, text: str) -> Document:

@@ -101,9 +101,9 @@ def examine(path: Path | str, sets: list[str] | tuple[str, ...] = ()) -> tuple[G
                 "GRAPH-SET-INVALID", f"'{item}' has no '='", where=f"--set {item}", do="write --set key.path=value"
             )
         document = document.with_value(key.strip(), value)
-    secrets = find_secrets(document) + find_empty(document)
+    secrets, empty = find_secrets(document), find_empty(document)
     if not isinstance(document.data, dict):
-        return None, [
+        return None, secrets or [
             Finding(
                 "GRAPH-INVALID",
                 "a graph is a mapping",
@@ -112,9 +112,11 @@ def examine(path: Path | str, sets: list[str] | tuple[str, ...] = ()) -> tuple[G
                 "start with `graph: NAME`",
             )
         ]
+    if secrets:
+        return None, secrets  # alone: other findings quote what they found
     spec, findings = validate(GraphSpec, document)
-    if spec is None or secrets:
-        return None, [*secrets, *findings]
+    if spec is None or empty:
+        return None, [*empty, *findings]
     return Graph(spec, document), findings
 
 

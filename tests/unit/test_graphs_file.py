@@ -75,6 +75,9 @@ def test_set_replaces_adds_and_names_itself_in_errors() -> None:
     with pytest.raises(DynamoBlobError) as e:
         read_graph(DISAGG, ["components.decode.replicas=many"])
     assert e.value.where == "--set components.decode.replicas=many"
+    with pytest.raises(DynamoBlobError) as e:  # `kv` stands nowhere in the file
+        read_graph(DISAGG, ["kv.overlap=true"])
+    assert "kv.profile" in e.value.what and e.value.where == "--set kv.overlap=true"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,9 @@ def test_a_set_that_cannot_be_meant_is_refused(item: str) -> None:
 def test_a_secret_in_set_is_refused_without_repeating_it(capsys: pytest.CaptureFixture[str]) -> None:
     secret = "hf_" + "a" * 30
     assert main(["check", str(DISAGG), "--set", f"model.name={secret}"]) == 1
+    out = capsys.readouterr()
+    assert "GRAPH-SECRET" in out.out and secret not in out.out + out.err
+    assert main(["check", str(DISAGG), "--set", f"kv.overlap={secret}"]) == 1
     out = capsys.readouterr()
     assert "GRAPH-SECRET" in out.out and secret not in out.out + out.err
 
