@@ -42,6 +42,7 @@ class Environment:
             "DYN_EVENT_PLANE_HOST": host,
             "DYN_LOG": runtime.log,
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+            "DYN_SKIP_SGLANG_LOG_FORMATTING": "1",  # else every process leaves a file in the temporary directory
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # 5 s by default; our drain waits for answers itself
         }
         if discovery == "file":
