@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from components.common.kv.shm import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +95,11 @@ class Driver:
 
     def call(self, do: str, timeout: float = 180.0, **ask: Any) -> Any:
         return self.send(do, **ask).result(timeout)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the driver and all of its engines' processes so far, as the kernel counts them."""
+        driver = psutil.Process(self.process.pid)
+        return float(sum(sum(p.cpu_times()[:2]) for p in [driver, *driver.children(recursive=True)]))
 
     def engine(
         self, name: str, model: str | Path, timeout: float = 180.0, env: dict[str, str] | None = None, **args: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, free_port, new_container, shared
 from tests.kvtools.engines import Driver, Engine
-from tests.kvtools.proxy import FaultProxy
+from tests.kvtools.proxy import FaultProxy, wait_for
 from tests.kvtools.text import ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -20,7 +21,7 @@ SIZES = (300, 1000, 2048, 4000, 8000) if os.environ.get("DYNAMO_BLOB_LONG") else
 
 class Bed:
     def __init__(self, driver: Driver, store: Store, proxy: FaultProxy) -> None:
-        self.store, self.proxy, self.container = store, proxy, new_container(store)
+        self.driver, self.store, self.proxy, self.container = driver, store, proxy, new_container(store)
         settings = kv.settings(
             store, port=proxy.port, container=self.container, dram_bytes=512 << 20, staging_bytes=64 << 20, load_deadline_s=40.0,
             lookup_deadline_s=20.0, store_deadline_s=100.0, breaker_errors=99,  # 41 MB through a Python proxy take a busy machine long
@@ -70,3 +71,21 @@ def test_failures_at_1k(bed: Bed, fault: str, arg: int | str) -> None:
     got = engine.generate(prompt)
     bed.proxy.heal()
     assert rule.hits > 0 and got["tokens"] == want["tokens"] and kv.band(got, want) < 1e-3
+
+
+def test_waiting_for_a_load_costs_little_cpu(bed: Bed) -> None:
+    """The engine, its worker and the driver around them took a whole core before; the transfers need it."""
+    prompt, engine = ids(1005, seed=1000), bed.engine
+    want = engine.generate(prompt)
+    kv.wait_stored_in(bed.store, bed.container, 7, 60)
+    engine.forget(dram=True)
+    rule = bed.proxy.fault("hold", methods=("GET",), match="kv-")
+    running = engine.begin(prompt)
+    wait_for(lambda: rule.hits >= 4, 60, "its chunks are held")
+    before = bed.driver.cpu_s()
+    time.sleep(2.0)
+    spent = bed.driver.cpu_s() - before
+    bed.proxy.heal()
+    got = running.result(180)
+    assert got["tokens"] == want["tokens"] and got["cached"] == 7 * 128
+    assert spent < 0.9, f"{spent:.2f} CPU seconds of 2 s"

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import TierFilter
 
 from components.common.errors import DynamoBlobError
-from components.common.kv import ending, hooks, leased
+from components.common.kv import ending, hooks, leased, pacing
 from components.common.kv.config import KvTiersConfig
 from components.common.kv.keys import PUBLIC
 from components.common.kv.layouts import check_config, check_groups, describe_groups
@@ -62,6 +62,7 @@ class DynamoBlobConnector(OffloadingConnector):
             self._plans: dict[str, hooks.Plan] = {}
             self._chunk_bytes = int(self._kv_bytes())
             primary = getattr(self.scheduler.manager, "primary_tier", None)
+            pacing.install(getattr(self.scheduler.manager, "secondary_tiers", ()))
             self._observed = Observed(Dram(primary, self._chunk_bytes) if primary is not None else None)
 
     def _kv_bytes(self) -> int:

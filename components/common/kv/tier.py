@@ -42,7 +42,7 @@ from components.common.kv.mover import Mover, Unit
 from components.common.kv.namespaces import namespaces_of
 from components.common.kv.objects import Codec
 from components.common.kv.opened import Opened, open_tier
-from components.common.kv.tier_state import End, Job, Requests, RequestState
+from components.common.kv.tier_state import End, Job, Requests, RequestState, handed_over
 from components.common.kv.writes import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -173,6 +173,12 @@ class DynamoBlobTier(SecondaryTierManager):
         """Bytes of chunks asked for and not yet ended."""
         return sum(job.left for job in self._jobs.values() if job.load) * self.block_size_bytes
 
+    def awaited(self) -> bool | None:
+        """True: transfers are under way and no job of them can be over. None: the next step may see something. False: nothing is under way."""
+        left = [job.left for job in self._jobs.values()]
+        seen = self._lookups.open or (left and self._ends.qsize() >= min(left))
+        return None if seen else bool(left)
+
     def _miss(self, reason: str) -> LookupResult:
         self._lookups.reasons[reason] += 1
         return LookupResult.MISS
@@ -221,7 +227,7 @@ class DynamoBlobTier(SecondaryTierManager):
             reason = "ephemeral" if request.tenant else "tenant_invalid"
         elif not request.transport.available(True):
             reason = "breaker"
-        elif self._handed_over(key, context):
+        elif handed_over(key, context):
             reason = "handed_over"
         elif (name := self._name(request, key, context)) is None:
             reason = "generation_unknown"
@@ -234,13 +240,6 @@ class DynamoBlobTier(SecondaryTierManager):
             self.counts["store_skipped" if skipped else "store_dropped", reason] += 1
             return None
         return name
-
-    @staticmethod
-    def _handed_over(key: OffloadKey, context: ReqContext) -> bool:
-        """A chunk that the prefill worker computed and stores itself; decode adds what it generates."""
-        prompt = (context.kv_transfer_params or {}).get("remote_num_tokens")
-        end = context.get_offload_key_position(key)
-        return isinstance(prompt, int) and end is not None and end <= prompt
 
     def _unit(
         self,

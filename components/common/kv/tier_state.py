@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from components.common.kv.mover import Reason, Unit
 from components.common.transfer.base import Transport
@@ -48,3 +48,10 @@ class End(NamedTuple):
     parent: str | None
     tokens: int
     at: float
+
+
+def handed_over(key: OffloadKey, context: ReqContext) -> bool:
+    """A chunk that the prefill worker computed and stores itself; decode adds what it generates."""
+    prompt = (context.kv_transfer_params or {}).get("remote_num_tokens")
+    end = context.get_offload_key_position(key)
+    return isinstance(prompt, int) and end is not None and end <= prompt
