@@ -6,6 +6,9 @@ import inspect
 import queue
 import threading
 import time
+from typing import Any
+
+import pytest
 
 from components.common.kv import pacing
 from tests.kvtools.fixtures import names, stored
@@ -83,7 +86,7 @@ def test_a_rest_is_bounded(make, proxy: FaultProxy, monkeypatch) -> None:
 
 def test_vllms_core_still_has_the_step_that_is_amended() -> None:
     """Moves with the pinned vLLM: a step's end is `post_step(model_executed)`, and clients speak through `input_queue`."""
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     plain = vars(EngineCore)["post_step"]
     assert list(inspect.signature(plain).parameters) == ["self", "model_executed"]
@@ -93,3 +96,11 @@ def test_vllms_core_still_has_the_step_that_is_amended() -> None:
     amended = EngineCoreProc.post_step
     pacing.install(())
     assert EngineCoreProc.post_step is amended is not plain
+    in_company: Any = object.__new__(DPEngineCoreProc)
+    in_company.check_for_draft_tokens = False
+    in_company.post_step(False)  # has no inbox: a rest would fail
+    alone: Any = object.__new__(EngineCoreProc)
+    alone.check_for_draft_tokens = False
+    alone.post_step(True)
+    with pytest.raises(AttributeError):
+        alone.post_step(False)

@@ -22,7 +22,7 @@ _tiers: list[Any] = []
 def install(tiers: Iterable[Any]) -> None:
     """Amend vLLM's EngineCoreProc in this process (once), and rest while these tiers transfer (those with `awaited`)."""
     _tiers[:] = [t for t in tiers if hasattr(t, "awaited")]
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     Core: Any = EngineCoreProc
     if getattr(Core, "_dynamo_blob_pacing", False):
@@ -31,7 +31,7 @@ def install(tiers: Iterable[Any]) -> None:
 
     def post_step(self: Any, model_executed: bool) -> None:
         plain(self, model_executed)
-        if not model_executed:
+        if not model_executed and not isinstance(self, DPEngineCoreProc):  # those step in company: all would wait
             rest(self.input_queue)
 
     Core.post_step = post_step
