@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,21 @@ import torch
 
 from bench.standin import StandIn
 from components.common.errors import DynamoBlobError
+from components.common.loading.plan import plan_file
 from components.common.loading.report import Report
 from components.common.loading.session import open_session
 from tests.faults import stores
-from tests.faults.releases import MiB, bytes_of, digests, make_release, random_model, tensors_of, weights_config
+from tests.faults.releases import (
+    FileEntry,
+    MiB,
+    TensorEntry,
+    bytes_of,
+    digests,
+    make_release,
+    random_model,
+    tensors_of,
+    weights_config,
+)
 
 store = stores.store
 
@@ -127,3 +139,19 @@ def test_flipped_bit_is_named_with_both_digests_and_its_tensor_never_arrives(tmp
     assert e.value.data["expected"] == last.ranges[-1] and e.value.data["found"] not in last.ranges
     assert last.path in str(e.value) and f"range {len(last.ranges) - 1}" in str(e.value)
     assert "t2.003" not in seen
+
+
+@pytest.mark.parametrize("header", [17, 3 * MiB + 5])
+def test_of_two_segments_the_one_with_the_larger_part_receives_a_range(header: int) -> None:
+    """A header shifts every border: with the first as home, all but 17 bytes of a range in eight were copied."""
+    tensors = [TensorEntry(name=f"t{i}", file="m.safetensors", dtype="U8", shape=(32 * MiB,), begin=header + i * 32 * MiB, end=header + (i + 1) * 32 * MiB) for i in range(32)]  # fmt: skip
+    size = tensors[-1].end
+    ranges = tuple(str(i) for i in range(-(-size // (8 * MiB))))
+    file = FileEntry(path="m.safetensors", size=size, blake3="0" * 64, sha256="0" * 64, blob="b", ranges=ranges)
+    segments, jobs = plan_file(file, tensors, 8 * MiB, 64 * MiB)
+    copied = sum(min(j.end, s.end) - max(j.begin, s.begin) for j in jobs for s in j.others)
+    assert copied <= 4 * MiB * len(segments)
+    for a, b in itertools.pairwise(segments):
+        assert a.capacity + b.capacity <= 4 * 64 * MiB, "the first may wait for the second's memory"
+    tight, jobs = plan_file(file, tensors, 8 * MiB, 16 * MiB)  # one large tensor each: they may not fit together
+    assert all(j.home is tight[0] or j.home.begin <= j.begin for j in jobs)

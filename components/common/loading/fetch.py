@@ -154,6 +154,15 @@ class Fetcher:
 
     def _from_blob(self, job: RangeJob, view: memoryview) -> None:
         hasher = blake3() if self.verify else None
+        hashing = 0.0
+
+        def digest(piece: memoryview) -> None:
+            nonlocal hashing
+            assert hasher is not None
+            began = time.perf_counter()
+            hasher.update(piece)
+            hashing += time.perf_counter() - began
+
         now = time.monotonic()
         end = min(self.deadline, now + self.range_s)
         container = job.file.container or self.container
@@ -164,14 +173,15 @@ class Fetcher:
                 job.begin,
                 view,
                 deadline=end,
-                on_bytes=hasher.update if hasher else None,
+                on_bytes=digest if hasher else None,
                 stopped=self.stopped,
             )
         except StorageError as e:
             self.report.add(f"error.{e.code}")
-            if e.code in ("STORAGE-THROTTLED", "STORAGE-BUSY") and self.gate is not None:
-                self.gate.throttled()
+            if e.code in _SLOW_DOWN and self.gate is not None and not self.stopped():
+                self.gate.slower(now)
             raise
+        self.report.spent_s("hash", hashing)
         if hasher is not None and (found := hasher.hexdigest()) != job.digest:
             self.report.add("digest_mismatches")
             raise mismatch(
@@ -194,6 +204,7 @@ class Fetcher:
             time.sleep(min(0.1, left))
 
 
+_SLOW_DOWN = {"STORAGE-THROTTLED", "STORAGE-BUSY", "STORAGE-TIMEOUT"}
 _LOST = {"STORAGE-DNS", "STORAGE-REFUSED"}
 # What a damaged connection or proxy may cause as well as a damaged object: asked once more, then believed.
 _ONCE_MORE = {"WEIGHTS-DIGEST-MISMATCH", "STORAGE-RANGE"}

@@ -10,21 +10,26 @@ from collections.abc import Callable
 class InFlight:
     """A gate with a moving limit, at most `most`.
 
-    One look per `window` finished ranges (at least as many as are in flight): if the rate rose by more than
+    One look per window of finished ranges (at least as many as are in flight): if the rate rose by more than
     5 % since the limit was last raised, raise it by half; if it did not, step back to the limit that gave the
-    best rate and stay, trying one step more from time to time. `throttled` halves it at once.
+    best rate, stay for some windows, then try the step once more. `slower` halves it at once.
+
+    It starts with eight: a fast link is not left half empty while the rate is looked for, and a slow one that cannot
+    carry eight ranges says so by a refusal or a late range, which halves it.
     """
 
     GAIN = 1.05
     PATIENCE = 4  # windows between trials once the rate no longer grows
+    START = 8
 
-    def __init__(self, most: int, start: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int, start: int = START, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.limit = most, max(1, min(start, most))
         self.active = self.peak = 0
         self._clock = clock
         self._gate = threading.Condition()
         self._best_rate, self._best_limit, self._rest = 0.0, self.limit, 0
         self._bytes, self._done, self._since = 0, 0, clock()
+        self._halved = float("-inf")
 
     def enter(self, stopped: Callable[[], bool]) -> bool:
         """Wait for a place; False when `stopped()` became true instead (looked at every 0.1 s)."""
@@ -47,8 +52,12 @@ class InFlight:
                 self._look()
             self._gate.notify()
 
-    def throttled(self) -> None:
+    def slower(self, began: float | None = None) -> None:
+        """The store said "slow down", or a range was late. `began`: of several that began before the same halving, one counts."""
         with self._gate:
+            if began is not None and began < self._halved:
+                return
+            self._halved = self._clock()
             self.limit = max(1, self.limit // 2)
             self._best_limit, self._best_rate, self._rest = self.limit, 0.0, self.PATIENCE
             self._start_window()
@@ -62,12 +71,17 @@ class InFlight:
             self._rest -= 1
         elif rate > self._best_rate * self.GAIN:
             self._best_rate, self._best_limit = rate, self.limit
-            self.limit = min(self.most, self.limit + max(1, self.limit // 2))
-        else:
+            self._raise()
+        elif self.limit > self._best_limit:
             self.limit, self._rest = self._best_limit, self.PATIENCE
+        else:
             self._best_rate = max(rate, self._best_rate * 0.9)  # forget slowly: links change
+            self._raise()
         self._start_window()
         self._gate.notify_all()
+
+    def _raise(self) -> None:
+        self.limit = min(self.most, self.limit + max(1, self.limit // 2))
 
     def _start_window(self) -> None:
         self._bytes, self._done, self._since = 0, 0, self._clock()

@@ -41,7 +41,7 @@ class BufferPool:
         with self._lock:
             fitting = [r for r in self._idle if nbytes <= len(r) <= 2 * nbytes + _HUGE]
             if fitting:
-                best = min(fitting, key=len)
+                best = min(reversed(fitting), key=len)  # of equal ones the last used: more of it is in a cache
                 self._idle.remove(best)
                 self.reused += 1
                 return best

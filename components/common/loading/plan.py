@@ -1,9 +1,9 @@
 """Where every byte of a release goes: ranges (what is fetched and verified) and segments (what is allocated).
 
 A *segment* is a stretch of one file that holds whole tensors in one buffer. Ranges and tensors do not
-share borders, so a range may reach into the next segments: it is received by the first segment it
-touches (its home, whose buffer extends to the end of the range) and its tail is copied on.
-At most one range per segment is copied so, 8 of 64 MiB.
+share borders, so a range may touch several segments: one of them receives it (its home, whose buffer extends
+over the whole range), the others get their part by copy. The home is the first it touches, or of two small
+segments the one with the larger part: then at most half a range per segment is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ITEM_BYTES = {
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Bytes [begin, end) of `file`; the buffer reaches to `stop`, the end of its last home range."""
+    """Bytes [begin, end) of `file`; the buffer reaches from the begin of its first home range to `stop`, the end of
+    its last, where these lie outside."""
 
     file: FileEntry
     begin: int
@@ -39,6 +40,12 @@ class Segment:
 
     def __post_init__(self) -> None:
         self.lead = self.begin % _ALIGN
+
+    def receive(self, begin: int, end: int) -> None:
+        """Make room for a whole range that touches the segment."""
+        if begin < self.begin:
+            self.lead = self.begin - begin + begin % _ALIGN
+        self.stop = max(self.stop, end)
 
     @property
     def capacity(self) -> int:
@@ -135,12 +142,24 @@ def plan_file(
             if s.begin >= end:
                 break
             touched.append(s)
-        home = touched[0]
-        home.stop = max(home.stop, end)
+        home = _home(touched, end, range_bytes, segment_bytes)
+        home.receive(begin, end)
         for s in touched:
             s.waiting += 1
-        jobs.append(RangeJob(file, index, begin, end, digest, home, touched[1:]))
+        jobs.append(RangeJob(file, index, begin, end, digest, home, [s for s in touched if s is not home]))
     return segments, jobs
+
+
+def _home(touched: list[Segment], end: int, range_bytes: int, segment_bytes: int) -> Segment:
+    """The second of two, if more of the range is its: 8 MiB less to copy where a file's header shifts all borders.
+
+    The first then needs the second's memory to become complete, so both must fit a budget (of four segments) at once.
+    """
+    if len(touched) == 2 and min(end, touched[1].end) - touched[1].begin > range_bytes // 2:
+        both = sum(s.end - s.begin + 2 * range_bytes + _ALIGN for s in touched)
+        if both <= 4 * segment_bytes:
+            return touched[1]
+    return touched[0]
 
 
 def _segments(file: FileEntry, tensors: Iterable[TensorEntry], segment_bytes: int) -> list[Segment]:

@@ -2,7 +2,8 @@
 
 vLLM tells its parent process only "Engine core initialization failed"; the report says what happened.
 Keys: manifest_bytes, verified_bytes, bytes_by_source, retries, reconnects, seconds, tensors, peak_in_flight,
-service (present | absent | lost), outages, error (as `DynamoBlobError.as_json`) when the load failed.
+service (present | absent | lost), outages, error (as `DynamoBlobError.as_json`) when the load failed,
+thread_s: seconds of all threads together by what they did or waited for (`SPENT`): tells what limits a load.
 """
 
 from __future__ import annotations
@@ -17,12 +18,29 @@ from typing import Any
 
 from components.common.errors import DynamoBlobError
 
+SPENT = {
+    "gate": "a reader waits for a place in flight",
+    "memory": "a reader waits for a buffer of the budget: the consumer is slower",
+    "fetch": "a reader has a range on its way, its digest included",
+    "hash": "of fetch: digest",
+    "spread": "a reader copies what belongs to other segments",
+    "cpu": "CPU time of the readers (fetch - cpu = waits for the link, or for the interpreter)",
+    "starved": "the consumer waits for ranges: readers or link are slower",
+    "placing": "the consumer is away with a tensor",
+    "ask": "a weight service asks its peers for a range",
+    "pull": "it waits for a range over NIXL",
+    "keep": "it puts a range into the file, and waits for the file's pages",
+    "check": "it hashes a range in the file",
+    "reserve": "it gives a file its pages",
+}
+
 
 class Report:
-    """Thread-safe."""
+    """Thread-safe. `timeline`: a list takes (thread, what, began, ended) of every stretch, for `bench.weights_cell --trace`."""
 
-    def __init__(self, path: str = "") -> None:
-        self._path = path
+    def __init__(self, path: str = "", timeline: list[tuple[str, str, float, float]] | None = None) -> None:
+        self._path, self.timeline = path, timeline
+        self.thread_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self.values: dict[str, Any] = {"complete": False}
@@ -43,6 +61,17 @@ class Report:
         with self._lock:
             self.counts[name] = max(self.counts[name], value)
 
+    def spent(self, what: str, began: float) -> None:
+        """The calling thread did `what` (a key of SPENT) since `began` (time.perf_counter())."""
+        now = time.perf_counter()
+        self.spent_s(what, now - began)
+        if self.timeline is not None:
+            self.timeline.append((threading.current_thread().name, what, began, now))
+
+    def spent_s(self, what: str, seconds: float) -> None:
+        with self._lock:
+            self.thread_s[what] = self.thread_s.get(what, 0.0) + seconds
+
     def set(self, **values: Any) -> None:
         with self._lock:
             self.values.update(values)
@@ -52,6 +81,7 @@ class Report:
             return {
                 "manifest_bytes": 0, "verified_bytes": 0, "retries": 0, "tensors": 0,
                 **self.counts, **self.values, "bytes_by_source": dict(self.by_source),
+                "thread_s": {k: round(v, 4) for k, v in self.thread_s.items()},
                 "seconds": self.values.get("seconds", round(time.monotonic() - self._began, 4)),
             }  # fmt: skip
 

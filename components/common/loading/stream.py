@@ -76,7 +76,7 @@ class TensorStream:
         for i, segment in enumerate(self._segments):
             segment.index = i
         self._memory: dict[int, np.ndarray[Any, Any]] = {}
-        self._spill: dict[int, list[tuple[int, bytes]]] = {}
+        self._spill: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {}
         self._allocated = 0  # segments [0, _allocated) have or had memory: strictly in order, hence no deadlock
         self._next = 0
 
@@ -107,6 +107,7 @@ class TensorStream:
     def _hand_over(self, segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
+        asked = time.perf_counter()
         with self._changed:
             while segment.waiting and self._error is None:
                 if time.monotonic() > self.deadline:
@@ -115,6 +116,7 @@ class TensorStream:
             if self._error is not None:
                 raise self._error
             memory = self._memory.pop(segment.index, None)
+        self.report.spent("starved", asked)
         if segment.begin == 0 and memory is not None:
             check_header(segment, memory[segment.lead :])
         if memory is not None and segment.tensors:
@@ -122,7 +124,9 @@ class TensorStream:
             del memory
             for entry in segment.tensors:
                 offset = segment.lead + entry.begin - segment.begin
+                given = time.perf_counter()
                 yield entry.name, tensor_of(whole, offset, entry)
+                self.report.spent("placing", given)
                 self.report.add("tensors")
             del whole
         else:
@@ -140,17 +144,23 @@ class TensorStream:
 
     def _read(self) -> None:
         try:
-            while self.gate.enter(self._stopped):
+            while self._enter():
                 done = 0
                 try:
+                    began = time.perf_counter()
                     job = self._take()
+                    self.report.spent("memory", began)
                     if job is None:
                         return
                     view = self._view(job)
                     mapped = self._placed.get(job.file.path)
+                    began = time.perf_counter()
                     self.fetcher.fetch(job, view, mapped)
-                    if mapped is None:
+                    self.report.spent("fetch", began)
+                    if mapped is None and job.others:
+                        began = time.perf_counter()
                         self._spread(job, view)
+                        self.report.spent("spread", began)
                     done = len(view)
                     del view
                 finally:
@@ -163,12 +173,20 @@ class TensorStream:
                 if self._error is None:
                     self._error = e
                 self._changed.notify_all()
+        finally:
+            self.report.spent_s("cpu", time.thread_time())
+
+    def _enter(self) -> bool:
+        began = time.perf_counter()
+        entered = self.gate.enter(self._stopped)
+        self.report.spent("gate", began)
+        return entered
 
     def _arrived(self, job: RangeJob) -> None:
         with self._changed:
             for s in (job.home, *job.others):
                 s.waiting -= 1
-            if not job.home.waiting:  # the others end later: each has a last range of its own
+            if not all(s.waiting for s in (job.home, *job.others)):
                 self._changed.notify_all()
 
     def _read_sealed(self, job: RangeJob, mapped: MappedFile) -> None:
@@ -224,30 +242,34 @@ class TensorStream:
                 self.report.most("peak_buffer_bytes", self._used)
                 self._memory[segment.index] = memory
                 for offset, data in self._spill.pop(segment.index, ()):
-                    memory[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+                    memory[offset : offset + len(data)] = data
             self._allocated += 1
         return True
 
     def _view(self, job: RangeJob) -> memoryview:
         begin = job.home.lead + job.begin - job.home.begin
-        if job.begin < job.home.begin:
-            raise AssertionError("a range begins before its home")
+        if begin < 0:
+            raise AssertionError("a range begins before its home's buffer")
         with self._changed:
             memory = self._memory[job.home.index]
         return memory[begin : begin + job.end - job.begin].data
 
     def _spread(self, job: RangeJob, view: memoryview) -> None:
-        """Copy the parts of a verified range that belong to later segments."""
+        """Copy the parts of a verified range that belong to other segments. By numpy: bytes() keeps every reader waiting."""
         for s in job.others:
             low, high = max(job.begin, s.begin), min(job.end, s.end)
-            data = bytes(view[low - job.begin : high - job.begin])
+            data = np.frombuffer(view[low - job.begin : high - job.begin], dtype=np.uint8)
             offset = s.lead + low - s.begin
             with self._changed:
                 memory = self._memory.get(s.index)
-                if memory is None:
-                    self._spill.setdefault(s.index, []).append((offset, data))
+            if memory is None:
+                data = data.copy()  # the segment's buffer is not there yet, and ours may be taken before it is
+                with self._changed:
+                    memory = self._memory.get(s.index)
+                    if memory is None:
+                        self._spill.setdefault(s.index, []).append((offset, data))
             if memory is not None:
-                memory[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+                memory[offset : offset + len(data)] = data
 
 
 def check_header(segment: Segment, data: np.ndarray[Any, Any]) -> None:

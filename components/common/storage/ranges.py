@@ -26,7 +26,9 @@ from components.common.storage.errors import StorageError, from_exception, from_
 from components.common.storage.names import Name
 
 TICK_S = 0.2  # how long one receive may block before deadlines are looked at
-PIECE = 1 << 20  # bytes handed to `on_bytes` at a time: still in the CPU's cache when they are hashed
+PIECE = (
+    2 << 20
+)  # bytes handed to `on_bytes` at a time: few changes of hand of the interpreter, and still in a cache when hashed
 _VERSION = "2021-12-02"
 
 
