@@ -41,9 +41,13 @@ class Writer:
         self._reserving = False
         self._reserved = self._huge = 0  # bytes from the start that have pages, and that have huge ones
 
+    def expect_pages(self) -> None:
+        """`reserve` will be called: whoever writes waits for it from now on, for small pages would cost more than the wait."""
+        self._reserving = True
+
     def reserve(self, stopped: Callable[[], bool]) -> bool:
         """All pages of the file; False if `stopped()` first. Raises OSError when there is no room."""
-        self._reserving = True
+        self.expect_pages()
         try:
             for at in range(0, self.size, _RESERVE_STEP):
                 if stopped():

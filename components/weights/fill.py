@@ -28,7 +28,7 @@ log = logging.getLogger("dynamo_blob.weights")
 
 
 _STOP_S = 2.0
-RESERVE = -1  # in place of a range: pages for the whole file
+_FILES_AHEAD = 2  # files that get their pages at a time: the one being read and the next
 
 
 class _NotKept(Exception):
@@ -65,16 +65,22 @@ class Filler:
         self._stop = threading.Event()
         self._busy: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
+        self._new: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"fill-{i}", daemon=True) for i in range(weights.range_in_flight)
+        ]
+        self._threads += [
+            threading.Thread(target=self._reserve, name=f"fill-pages-{i}", daemon=True) for i in range(_FILES_AHEAD)
         ]
         for thread in self._threads:
             thread.start()
 
     def fill(self, entry: Entry, ranges: list[int]) -> None:
-        """Have `ranges` filled or checked; the file's pages are reserved meanwhile, by a thread of ours."""
-        if ranges and not entry.reserved:
-            self._jobs.put((entry, RESERVE))
+        """Have `ranges` filled or checked. The file's pages are reserved meanwhile, by threads for that alone: those of
+        the file ahead are there when its turn comes, for until then no worker may map it."""
+        if ranges and not entry.reserved and entry.writer is not None:
+            entry.writer.expect_pages()
+            self._new.put(entry)
         for index in self.peers.order(entry.file, ranges) if self.peers else ranges:
             self._jobs.put((entry, index))
 
@@ -86,6 +92,7 @@ class Filler:
         self._stop.set()
         for _ in self._threads:
             self._jobs.put(None)
+            self._new.put(None)
         end = time.monotonic() + _STOP_S
         for thread in self._threads:  # daemons: one that waits for a peer does not hold up the exit
             thread.join(max(0.0, end - time.monotonic()))
@@ -98,28 +105,31 @@ class Filler:
             entry, index = job
             done = 0
             try:
-                if index == RESERVE:
-                    self.cache.reserve(entry, self._stop.is_set)
-                else:
-                    done = self._range(entry, index, peers=True)
+                done = self._range(entry, index, peers=True)
             except Stopped:
                 return
-            except DynamoBlobError as e:
-                log.error("%s", e)
-                self.cache.failed(entry, e)
             except Exception as e:
-                log.exception("filling %s failed", entry.file.path)
-                self.cache.failed(
-                    entry,
-                    DynamoBlobError(
-                        "WEIGHTS-FILL",
-                        "the node cache could not be filled",
-                        where=entry.file.path,
-                        why=f"{type(e).__name__}: {e}",
-                    ),
-                )
+                self._failed(entry, e)
             finally:
                 self.gate.leave(done)
+
+    def _reserve(self) -> None:
+        while not self._stop.is_set() and (entry := self._new.get()) is not None:
+            began = time.perf_counter()
+            try:
+                self.cache.reserve(entry, self._stop.is_set)
+            except Exception as e:
+                self._failed(entry, e)
+            self.report.spent("reserve", began)
+
+    def _failed(self, entry: Entry, e: Exception) -> None:
+        if isinstance(e, DynamoBlobError):
+            log.error("%s", e)
+        else:
+            log.error("filling %s failed", entry.file.path, exc_info=e)
+            why = f"{type(e).__name__}: {e}"
+            e = DynamoBlobError("WEIGHTS-FILL", "the node cache could not be filled", where=entry.file.path, why=why)
+        self.cache.failed(entry, e)
 
     def _range(self, entry: Entry, index: int, peers: bool) -> int:
         """One range, by one thread at a time; bytes gained (0 if another thread had it meanwhile)."""
@@ -182,5 +192,11 @@ class Filler:
             deadline=time.monotonic() + min(w.deadline_s, (w.range_retries + 1) * w.range_deadline_s), gate=self.gate, stopped=self._stop.is_set,
         )  # fmt: skip
         job = RangeJob(entry.file, index, begin, begin + count, entry.file.ranges[index], Segment(entry.file, 0, 0, []))
+        began = time.perf_counter()
         fetcher.fetch(job, view)
-        return self.cache.write(entry, begin, view, self._stop.is_set)
+        self.report.spent("fetch", began)
+        began = time.perf_counter()
+        try:
+            return self.cache.write(entry, begin, view, self._stop.is_set)
+        finally:
+            self.report.spent("keep", began)

@@ -11,6 +11,10 @@ hashing: the owner of the range among the two goes on, the other waits for it. S
 that reads Blob or ranks higher for this range: never in a circle. No agreement about who is alive is needed:
 a peer that does not answer in time is left out for a while, and at worst a byte is read twice.
 Each service begins with the ranges that it owns, so that N starting at once spread over the whole file.
+
+Who says "ready" also says which other ranges of the file it has, and how to read them. For some seconds these are
+pulled without asking again: a range costs two requests, hence milliseconds of both interpreters, only while its peer
+is itself filling.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -41,6 +46,19 @@ Keep = Callable[[memoryview], memoryview]
 _ASK_SHARE = 0.3  # of the deadline of a range: how long a peer may take to answer a claim
 _ABSENT_S = 2.0  # a peer that did not answer is not asked again for so long
 _MARK_S = 30.0  # a peer that stalled
+_OFFER_S = 3.0  # how long ranges are pulled under one offer: far less than the peer keeps the file's memory for it
+
+
+@dataclass(frozen=True, eq=False)
+class Have:
+    """What a peer said it has of a file."""
+
+    ready: int  # bit i = range i is verified there
+    offer: dict[str, Any]  # Wire.offer
+    until: float
+
+    def has(self, index: int) -> bool:
+        return bool(self.ready >> index & 1) and time.monotonic() < self.until
 
 
 def owner(members: list[str], digest: str, index: int) -> str:
@@ -61,6 +79,7 @@ class Peers:
         self._left_to: dict[tuple[str, int], set[str]] = {}
         self._absent: dict[str, float] = {}
         self._failures: dict[str, int] = {}
+        self._have: dict[tuple[str, str], Have] = {}  # by peer and file
         self.marked: dict[str, str] = {}
 
     def order(self, file: FileEntry, ranges: list[int]) -> list[int]:
@@ -92,13 +111,18 @@ class Peers:
         while not give_up():
             self._claim(key)
             others = [p for p in self.addresses if self._usable(p) and p not in tried]
-            having = self._decide(key, {p: self._ask(p, key) for p in others})
+            having = [p for p in others if (have := self._have.get((p, key[0]))) and have.has(index)]
+            if not having:
+                began = time.perf_counter()
+                having = self._decide(key, {p: self._ask(p, key) for p in others})
+                self.report.spent("ask", began)
             if not having:
                 return False
             source = owner(having, *key)  # spreads the load over all that have it
             if self._pull(source, file, index, keep):
                 return True
             tried.add(source)
+            self._have.pop((source, key[0]), None)
         return False
 
     def _claim(self, key: tuple[str, int]) -> None:
@@ -140,11 +164,31 @@ class Peers:
     def _ask(self, peer: str, key: tuple[str, int]) -> Answer:
         path = f"/v1/peer/claim?object={key[0]}&range={key[1]}&by={quote(self.me, safe='')}"
         try:
-            answer = json.loads(ServiceClient(peer).get(path, self.pull_s * _ASK_SHARE)).get("state")
-            return answer if answer in ("ready", "busy") else "free"
-        except (ServiceGone, DynamoBlobError, ValueError, AttributeError):
+            answer = json.loads(ServiceClient(peer).get(path, self.pull_s * _ASK_SHARE))
+            state = answer.get("state")
+            if state == "ready" and answer.get("offer"):
+                self._learn(peer, key[0], answer["offer"])
+            return state if state in ("ready", "busy") else "free"
+        except (ServiceGone, DynamoBlobError, ValueError, AttributeError, KeyError, TypeError):
             self._leave_out(peer, _ABSENT_S)
             return "free"
+
+    def _offer(self, peer: str, file: FileEntry, index: int) -> dict[str, Any]:
+        """How to read the range there; waits for it as long as the peer works on it. Raises as ServiceClient.get does."""
+        have = self._have.get((peer, file.blake3))
+        if have is not None and have.has(index):
+            return have.offer
+        began = time.perf_counter()
+        try:
+            path = f"/v1/peer/range?object={file.blake3}&range={index}&wait={self.pull_s * 0.8:.2f}"
+            offer = dict(json.loads(ServiceClient(peer).get(path, self.pull_s)))
+            self._learn(peer, file.blake3, offer)
+            return offer
+        finally:
+            self.report.spent("ask", began)
+
+    def _learn(self, peer: str, digest: str, offer: dict[str, Any]) -> None:
+        self._have[peer, digest] = Have(int(offer["have"], 16), offer, time.monotonic() + _OFFER_S)
 
     def _pull(self, peer: str, file: FileEntry, index: int, keep: Keep) -> bool:
         if not self.wire.wait_started(self.pull_s):
@@ -154,9 +198,10 @@ class Peers:
         count = min(file.size, begin + self.range_bytes) - begin
         with contextlib.ExitStack() as slot:
             try:
-                path = f"/v1/peer/range?object={file.blake3}&range={index}&wait={self.pull_s * 0.8:.2f}"
-                offer = json.loads(ServiceClient(peer).get(path, self.pull_s))
+                offer = self._offer(peer, file, index)
+                began = time.perf_counter()
                 landed = slot.enter_context(self.wire.pull(offer, begin, count, deadline))
+                self.report.spent("pull", began)
             except (ServiceGone, DynamoBlobError) as e:
                 self.report.add("peer_gone")
                 self._leave_out(peer, _ABSENT_S)
@@ -167,8 +212,13 @@ class Peers:
                 self._leave_out(peer, _MARK_S)
                 log.warning("peer %s stalled or failed on %s range %d: %s", peer, file.path, index, str(e))
                 return False
+            began = time.perf_counter()
             kept = keep(landed)
-        if (found := blake3(kept).hexdigest()) != file.ranges[index]:
+            self.report.spent("keep", began)
+        began = time.perf_counter()
+        found = blake3(kept).hexdigest()
+        self.report.spent("check", began)
+        if found != file.ranges[index]:
             self.report.add("peer_lies")
             self.marked[peer] = (
                 f"sent wrong bytes of {file.path} range {index}: expected {file.ranges[index]}, found {found}"

@@ -52,6 +52,7 @@ class Routes:
     def __init__(self, service: WeightService) -> None:
         self.service = service
         self._peers = ThreadPoolExecutor(64, thread_name_prefix="peer-offer")  # a waiting peer holds a thread
+        self._claims = ThreadPoolExecutor(8, thread_name_prefix="peer-claim")  # never behind one that waits
 
     def _ready(self) -> WeightService:
         s = self.service
@@ -108,8 +109,10 @@ class Routes:
 
     async def peer_claim(self, request: web.Request) -> web.Response:
         s, q = self._ready(), request.query
-        state = s.claim(q.get("by", ""), q.get("object", ""), _number(q.get("range", "")))
-        return web.json_response({"state": state})
+        answer = await asyncio.get_running_loop().run_in_executor(
+            self._claims, s.claim, q.get("by", ""), q.get("object", ""), _number(q.get("range", ""))
+        )
+        return web.json_response(answer)
 
     async def peer_range(self, request: web.Request) -> web.Response:
         s, q = self._ready(), request.query

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -106,16 +107,23 @@ class WeightService:
             self.peers = Peers(c.peer_name or c.listen, c.peers, self.wire, self.report, size, c.peer_deadline_s)
             self.filler.peers = self.peers
 
-    def claim(self, by: str, digest: str, index: int) -> str:
-        """A peer asks before it reads a range from Blob: ready | busy | free."""
+    def claim(self, by: str, digest: str, index: int) -> dict[str, Any]:
+        """A peer asks before it reads a range from Blob: ready | busy | free. With "ready" comes the offer, unless it
+        would have to wait for it."""
         self._range_of(digest, index)
         entry = self.cache.entry(digest) if self.cache else None
         ready = entry is not None and bool(entry.ready[index])
         self.count("claims")
-        return self.peers.claimed(by, digest, index, ready) if self.peers else "free"
+        answer: dict[str, Any] = {"state": self.peers.claimed(by, digest, index, ready) if self.peers else "free"}
+        if answer["state"] == "ready" and self.wire is not None and self.wire.ready:
+            with contextlib.suppress(DynamoBlobError):  # then it asks for the range, and hears why not
+                answer["offer"] = self.offer(digest, index, 0.0)
+        return answer
 
     def offer(self, digest: str, index: int, wait_s: float) -> dict[str, Any]:
-        """How a peer can read a range here; waits for it up to `wait_s`, reading Blob if nobody does yet."""
+        """How a peer can read a range here; waits for it up to `wait_s`, reading Blob if nobody does yet.
+
+        `have`: all ranges of the file that it finds there (hex, bit i = range i)."""
         file = self._range_of(digest, index)
         if self.cache is None or self.filler is None or self.wire is None:
             raise DynamoBlobError(
@@ -132,7 +140,8 @@ class WeightService:
                     "WEIGHTS-PEER-LATE", "the range is not here in time", where=self.config.name
                 )
             self.count("offers")
-            return self.wire.offer(entry)
+            have = sum(1 << i for i, there in enumerate(bytes(entry.ready)) if there)
+            return {**self.wire.offer(entry), "have": f"{have:x}"}
         finally:
             self.cache.release(entry)
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from blake3 import blake3
+
 from components.common.errors import DynamoBlobError
 from components.common.transfer.progress import wait_for_events
 from components.common.transfer.staging import Slot, StagingPool
@@ -72,7 +74,7 @@ class Wire:
         self.name = f"weights-{os.getpid()}-{os.urandom(4).hex()}"
         self._commands: queue.SimpleQueue[_Pull | _Offer | None] = queue.SimpleQueue()
         self._registered: dict[str, tuple[Entry, Any, float]] = {}
-        self._known: dict[str, bytes] = {}
+        self._known: set[bytes] = set()  # digests of metadata that were loaded: offers of several files alternate
         self._started = threading.Event()
         self._error = ""
         self.pulled = 0
@@ -193,9 +195,10 @@ class Wire:
 
     def _begin(self, pull: _Pull) -> bool:
         try:
-            if self._known.get(pull.agent) != pull.metadata:
+            known = blake3(pull.metadata).digest()
+            if known not in self._known:
                 self._agent.add_remote_agent(pull.metadata)
-                self._known[pull.agent] = pull.metadata
+                self._known.add(known)
             local = self._agent.get_xfer_descs([(pull.slot.address, pull.nbytes, 0)], "DRAM")
             remote = self._agent.get_xfer_descs([(pull.address, pull.nbytes, 0)], "DRAM")
             pull.handle = self._agent.initialize_xfer("READ", local, remote, pull.agent)

@@ -36,8 +36,8 @@ class Nodes:
         self.sockets = [f"unix:{root}/s/weights-{i}.sock" for i in range(4)]
         self.running: dict[int, ServiceProcess] = {}
 
-    def start(self, i: int, deadline_s: float = PATIENCE_S) -> ServiceProcess:
-        weights = weights_config(self.store.url, self.root / f"w{i}", self.manifest)
+    def start(self, i: int, deadline_s: float = PATIENCE_S, **weights_changes: Any) -> ServiceProcess:
+        weights = weights_config(self.store.url, self.root / f"w{i}", self.manifest, **weights_changes)
         self.running[i] = ServiceProcess(
             self.root / "s", weights, name=f"weights-{i}", cache_dir=str(self.root / f"cache{i}"), cache_bytes=64 * MiB,
             peers=tuple(self.sockets), peer_deadline_s=deadline_s,
@@ -58,6 +58,9 @@ class Nodes:
             for f in self.manifest.files
             if f.path.endswith(".safetensors")
         }
+
+    def claims(self) -> int:
+        return sum(self.running[i].status()["counts"].get("claims", 0) for i in range(3))
 
     def sources(self, i: int) -> dict[str, int]:
         return dict(self.running[i].status()["load"]["bytes_by_source"])
@@ -101,11 +104,13 @@ def test_a_three_at_once_blob_gives_each_byte_once(nodes: Nodes) -> None:
 
 
 def test_b_newcomer_takes_nothing_from_blob(nodes: Nodes) -> None:
-    before = nodes.from_store()
-    nodes.start(3)
+    before, asked = nodes.from_store(), nodes.claims()
+    nodes.start(3, range_in_flight=1)
     nodes.load(3)
     assert nodes.from_store() == before
     assert nodes.sources(3) == {"peer": sum(before.values())}
+    ranges = sum(len(f.ranges) for f in nodes.manifest.files if f.path.endswith(".safetensors"))
+    assert nodes.claims() - asked < ranges, "who has one range says which others it has: three claims a range before"
 
 
 def wipe(nodes: Nodes, i: int, deadline_s: float = PATIENCE_S) -> None:

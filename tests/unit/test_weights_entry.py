@@ -42,7 +42,7 @@ def test_what_threads_write_beside_the_reservation_is_in_the_file(
     shm: Path, monkeypatch: pytest.MonkeyPatch, pages_are: str
 ) -> None:
     if pages_are != "as the kernel gives":
-        real, left = pages.collapse, [8 if pages_are.startswith("huge") else 0]
+        real, left = pages.collapse, [1 if pages_are.startswith("huge") else 0]
 
         def some(array: object, begin: int, end: int) -> bool:
             left[0] -= 1
@@ -88,6 +88,16 @@ def test_a_writer_waits_for_pages_that_are_on_their_way_and_no_longer_than_asked
         assert given_up.result(60) is False and not waiting.done()
         hold.set()
         assert reserving.result(60) and waiting.result(60)
+    assert shm.read_bytes()[:1] == b"b"
+
+
+def test_a_writer_waits_for_a_reservation_that_is_announced(shm: Path) -> None:
+    writer = new(shm)
+    writer.expect_pages()
+    assert not writer.write(0, memoryview(b"a"), lambda: True), "given up: it would have been written into a hole"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writer.write, 0, memoryview(b"b"), never)
+        assert writer.reserve(never) and waiting.result(60)
     assert shm.read_bytes()[:1] == b"b"
 
 

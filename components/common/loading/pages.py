@@ -66,13 +66,12 @@ def collapse(array: np.ndarray[Any, Any], begin: int, end: int) -> bool:
 def reserve(fd: int, array: np.ndarray[Any, Any], begin: int, end: int) -> bool:
     """Give bytes [begin, end) of `fd`, mapped as `array`, pages; what is written there stays. True if they are huge
     (but for the rest behind the last whole one). `begin` is a multiple of HUGE. Raises OSError when there is no room."""
-    huge = True
-    for at in range(begin, end, HUGE):
-        count = min(HUGE, end - at)
-        if huge and count == HUGE:
-            os.posix_fallocate(fd, at, mmap.PAGESIZE)  # of nothing at all the kernel makes no huge page
-            huge = collapse(array, at, at + HUGE)
-        os.posix_fallocate(fd, at, count)
+    whole = (end - begin) // HUGE * HUGE
+    for at in range(begin, begin + whole, HUGE):
+        os.posix_fallocate(fd, at, mmap.PAGESIZE)  # of nothing at all the kernel makes no huge page
+    # one call for all: each waits until every core has emptied its list of new pages, long on a busy machine
+    huge = whole == 0 or collapse(array, begin, end)
+    os.posix_fallocate(fd, begin, end - begin)
     return huge
 
 
