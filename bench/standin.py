@@ -1,6 +1,6 @@
 """A fast stand-in for Azure Blob: one directory tree, thread per connection, sendfile.
 
-    python -m bench.standin PORT ROOT [BYTES_PER_SECOND]       all answers together no faster than this
+    python -m bench.standin PORT ROOT [BYTES_PER_SECOND [CERT KEY]]       all answers together no faster than this; TLS
 
 It serves ROOT/<container>/<blob> for GET, HEAD and PUT with what clients need: `x-ms-range` before
 `Range`, `100 Continue`, ETag, Content-Range, the x-ms-* headers that NIXL and the SDK ask for. No
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -32,8 +33,15 @@ _COMMON = (
 class StandIn:
     """`served`: body bytes sent, by ``container/blob``. `account` is the first path segment, dropped when present."""
 
-    def __init__(self, root: Path | str, port: int = 0, account: str = "standin", rate: float = 0.0) -> None:
-        self.root, self.account = Path(root), account
+    def __init__(
+        self,
+        root: Path | str,
+        port: int = 0,
+        account: str = "standin",
+        rate: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.root, self.account, self.tls = Path(root), account, tls
         self.rate = rate  # bytes per second of all answers together; 0 = as fast as it goes
         self._paid = 0.0  # until when the link is busy
         self.served: Counter[str] = Counter()
@@ -91,6 +99,8 @@ class StandIn:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         buffer = b""
         try:
+            if self.tls is not None:
+                connection = self.tls.wrap_socket(connection, server_side=True)
             while True:
                 while b"\r\n\r\n" not in buffer:
                     data = connection.recv(65536)
@@ -146,13 +156,20 @@ class StandIn:
             self.served[name] += end - begin
         try:
             while begin < end:
-                sent = os.sendfile(connection.fileno(), fd, begin, self._turn(end - begin))
+                sent = self._send(connection, fd, begin, self._turn(end - begin))
                 if sent == 0:
                     raise OSError("the file shrank")
                 begin += sent
         finally:
             with self._lock:
                 self.served[name] -= end - begin
+
+    def _send(self, connection: socket.socket, fd: int, begin: int, nbytes: int) -> int:
+        if self.tls is None:
+            return os.sendfile(connection.fileno(), fd, begin, nbytes)
+        data = os.pread(fd, min(nbytes, 1 << 20), begin)
+        connection.sendall(data)
+        return len(data)
 
     def _turn(self, nbytes: int) -> int:
         """How many bytes may go now; with a rate, waits for their turn on the link."""
@@ -192,10 +209,14 @@ class StandIn:
 
 
 def main() -> int:
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) not in (3, 4, 6):
         print(__doc__, file=sys.stderr)
         return 2
-    StandIn(sys.argv[2], int(sys.argv[1]), rate=float(sys.argv[3]) if len(sys.argv) == 4 else 0.0).run()
+    tls = None
+    if len(sys.argv) == 6:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(*sys.argv[4:])
+    StandIn(sys.argv[2], int(sys.argv[1]), rate=float(sys.argv[3]) if len(sys.argv) > 3 else 0.0, tls=tls).run()
     return 0
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,28 @@ def bench(report: Any, quick: bool) -> None:
 
     build(SAMPLE)
     report.server = "stand-in, azurite"
-    report.note("runai: not run here, it needs https and a CA in the system bundle; modelexpress: pins protobuf < 7")
+    report.note(f"torch copies into parameters with {engine_threads()} threads, in variants and ceilings alike")
+    report.note(
+        "runai: over https only, see `python -m bench.weights_cell --tls --only runai,blob_cold,sdk8`; modelexpress: not run here, it pins protobuf < 7"
+    )
     work = Path(tempfile.mkdtemp(prefix="db-weights-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
         gigabytes, few = (0.5, 3) if quick else (4.0, ROUNDS)
         source, store = work / "model", work / "store"
         manifest = make_release(store, SAMPLE, model="bench")
         with stand_in(store) as (url, served):
-            _cell(report, "sample, stand-in", work, url, served, manifest, served_rounds=few)
+            cell(report, "sample, stand-in", work, url, served, manifest, served_rounds=few)
         with azurite(work, store) as (config, served):
-            _cell(report, "sample, azurite", work, config.url, served, manifest, account=config, served_rounds=few)
+            cell(report, "sample, azurite", work, config.url, served, manifest, account=config, served_rounds=few)
         shutil.rmtree(store)
         generate(source, int(gigabytes * 1e9), 8)
         manifest = make_release(store, source, model="bench")
         shutil.rmtree(source)
         with stand_in(store) as (url, served):
-            _cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest, served_rounds=few)
+            cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest, served_rounds=few)
         if quick:
             with stand_in(store, LINK_RATE) as (url, served):
-                _cell(
+                cell(
                     report,
                     f"{gigabytes:g} GB, link of {LINK_RATE / 1e6:.0f} MB/s",
                     work,
@@ -73,22 +77,29 @@ def bench(report: Any, quick: bool) -> None:
                     only=LINK,
                     rounds=3,
                 )
-        _verdict(report)
+        verdict(report)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def engine_threads() -> int:
+    """Torch threads of vLLM's CPU worker as it chooses them by itself: all cores it may use but one (ours: engine.threads)."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 class Child:
-    """The forking process that measures."""
+    """The forking process that measures. `prefix`, `env`: what it is started under."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: tuple[str, ...] = (), env: Any = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.weights_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [*prefix, sys.executable, "-m", "bench.weights_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **dict(env)},
+        )  # fmt: skip
 
-    def load(self, variant: str, config: Any) -> dict[str, Any]:
+    def load(self, variant: str, config: Any, threads: int, timeline: bool = False) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"variant": variant, "config": config.model_dump(mode="json")}) + "\n")
+        order = {"variant": variant, "config": config.model_dump(mode="json"), "threads": threads, "timeline": timeline}
+        self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         result = dict(json.loads(self.process.stdout.readline()))
         if "error" in result:
@@ -105,31 +116,38 @@ class Child:
             self.process.wait()
 
 
-def _cell(
-    report: Any, cell: str, work: Path, url: str, served: Callable[[], int], manifest: Any, account: Any = None,
-    only: tuple[str, ...] = (), rounds: int = ROUNDS, served_rounds: int = ROUNDS,
+def cell(
+    report: Any, name: str, work: Path, url: str, served: Callable[[], int], manifest: Any, account: Any = None,
+    only: tuple[str, ...] = (), rounds: int = ROUNDS, served_rounds: int = ROUNDS, threads: int = 0, trace: str = "", changes: Any = (),
 ) -> None:  # fmt: skip
+    """`threads`: of torch, in variants and ceilings alike. `changes`: of the WeightsConfig. `trace`: a file for the last round."""
     from components.common.loading.plan import weight_files
     from tests.faults.releases import weights_config
     from tests.faults.services import ServiceProcess
 
-    config = weights_config(url, work / "w", manifest, deadline_s=600.0)
+    threads = threads or engine_threads()
+    config = weights_config(url, work / "w", manifest, deadline_s=600.0, **dict(changes))
     if account is not None:
         config = config.model_copy(update={"account": account})
     nbytes = sum(f.size for f in manifest.files)
     size = 2 * nbytes + 64 * 2**20  # files on tmpfs and their sealed copies
     names = tuple(f"unix:{work}/s/{n}.sock" for n in ("warm", "near"))
-    cache = lambda name: {"cache_dir": str(work / name), "cache_bytes": size}  # noqa: E731
-    child = Child()
+    cache = lambda of: {"cache_dir": str(work / of), "cache_bytes": size}  # noqa: E731
+    child, runai = Child(), _runai(work, config) if "runai" in only else None
     with ServiceProcess(work / "s", config, "warm", peers=names, **cache("warm")).start(120) as service:
         try:
-            if not only:
-                child.load("blob_cold", config.model_copy(update={"service": service.socket}))  # fills it once
+            timelines = {}
+            if not only or any(v.startswith(("node_cache", "peer")) for v in only):
+                child.load("blob_cold", config.model_copy(update={"service": service.socket}), threads)  # fills it once
                 _wait(lambda: service.status()["cache"]["sealed"] == len(weight_files(manifest)))
             for round_ in range(rounds):
                 variants = [*only] or [*LOADS, *(SERVED if round_ < served_rounds else ())]
                 turn = round_ % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
+                    measurer = runai if variant == "runai" and runai else child
+                    load = partial(
+                        measurer.load, variant, threads=threads, timeline=bool(trace) and round_ == rounds - 1
+                    )
                     before = served()
                     if variant == "ceiling_nixl":
                         result = _nixl(nbytes)
@@ -140,20 +158,50 @@ def _cell(
                         ) as other:
                             if peers:  # NIXL's import takes seconds; a peer that is long up is what is measured
                                 _wait(lambda other=other: other.status()["peers"]["wire_ready"])  # type: ignore[misc]
-                            result = child.load(variant, config.model_copy(update={"service": other.socket}))
+                            result = load(config.model_copy(update={"service": other.socket}))
+                            spent = other.status()["load"]["thread_s"]
+                            result["thread_s"] |= {f"service {what}": x for what, x in spent.items()}
                         _remove(work / "near")
                     else:
                         cached = variant.startswith("node_cache")
                         uid = {"sealed_uid": -2} if variant.endswith("_hashed") else {}
                         used = config.model_copy(update={"service": service.socket, **uid}) if cached else config
-                        result = child.load(variant, used)
+                        result = load(used)
                     result["bytes_from_blob"] = served() - before
                     for key, unit in UNITS:
                         if key in result:
-                            report.add(f"{cell}: {key}", variant, round_, result[key], unit)
+                            report.add(f"{name}: {key}", variant, round_, result[key], unit)
+                    for what, seconds in result.get("thread_s", {}).items():
+                        report.add(f"{name}: thread seconds", f"{variant}, {what}", round_, seconds, "s")
+                    if timeline := result.pop("timeline", None):
+                        timelines[variant] = timeline
+            if trace:
+                from bench.weights_cell import events
+
+                Path(trace).write_text(events(timelines))
         finally:
             child.close()
+            if runai:
+                runai.close()
     _remove(work / "warm")
+
+
+def _runai(work: Path, config: Any) -> Child:
+    """runai's library speaks https to <account>.<suffix> only and reads the CAs of one file, /etc/ssl/certs/ca-certificates.crt
+    (SSL_CERT_FILE, SSL_CERT_DIR and CURL_CA_BUNDLE are ignored). So it sees that file with our CA behind it in a mount
+    namespace of its own: the machine's is left alone. Needs root, `unshare`, and the package runai-model-streamer-azure."""
+    import base64
+    from urllib.parse import urlsplit
+
+    system = "/etc/ssl/certs/ca-certificates.crt"
+    bundle = work / "bundle.pem"
+    bundle.write_bytes(Path(system).read_bytes() + Path(config.account.ca_bundle).read_bytes())
+    account = {
+        "AZURE_STORAGE_ACCOUNT_NAME": "standin",
+        "AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"the stand-in checks none").decode(),
+        "AZURE_STORAGE_ENDPOINT_SUFFIX": f"localhost:{urlsplit(config.account.url).port}",
+    }
+    return Child(("unshare", "-m", "sh", "-c", f'mount --bind "{bundle}" {system} && exec "$@"', "sh"), account)
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -178,14 +226,14 @@ def _nixl(nbytes: int) -> dict[str, Any]:
     return {"seconds": seconds, "gb_per_s": nbytes / seconds / 1e9}
 
 
-def _verdict(report: Any) -> None:
+def verdict(report: Any) -> None:
     from statistics import median
 
-    for cell in sorted({r["cell"].partition(": ")[0] for r in report.rows}):
+    for name in sorted({r["cell"].partition(": ")[0] for r in report.rows}):
         found: dict[tuple[str, str], list[float]] = {}
         for r in report.rows:
             at, _, key = r["cell"].partition(": ")
-            if at == cell:
+            if at == name:
                 found.setdefault((key, r["variant"]), []).append(r["value"])
         rate = {v: median(x) for (key, v), x in found.items() if key == "gb_per_s"}
         cpu = {v: median(x) for (key, v), x in found.items() if key == "cpu_s_per_gb"}
@@ -198,13 +246,13 @@ def _verdict(report: Any) -> None:
 
         said = [
             of("blob_cold", "ceiling_recv", "0.85 on the stand-in"), of("blob_cold", "ceiling_verified_recv"),
-            f"verification costs {1 - rate['blob_cold'] / rate['blob_cold_noverify']:.0%} of the rate",
+            f"verification costs {1 - rate['blob_cold'] / rate['blob_cold_noverify']:.0%} of the rate" if {"blob_cold", "blob_cold_noverify"} <= rate.keys() else "",
             of("node_cache", "ceiling_memcpy", "0.8"), of("node_cache_hashed", "ceiling_memcpy"), of("node_cache_hashed", "ceiling_verified_memcpy"),
             of("peer", "ceiling_nixl", "0.8"), *[f"{v}: {blob[v]:.0f} bytes from Blob" for v in ("node_cache", "peer") if v in blob],
             *[f"blob_cold {rate['blob_cold'] / rate[v]:.1f}x {v}" for v in ("sdk1", "sdk8") if v in rate],
             "CPU s/GB: " + ", ".join(f"{v} {c:.2f}" for v, c in cpu.items()),
         ]  # fmt: skip
-        report.note(f"{cell}: " + "; ".join(x for x in said if x))
+        report.note(f"{name}: " + "; ".join(x for x in said if x))
 
 
 def generate(directory: Path, nbytes: int, shards: int) -> None:
@@ -226,14 +274,23 @@ def generate(directory: Path, nbytes: int, shards: int) -> None:
 
 
 @contextlib.contextmanager
-def stand_in(root: Path, rate: float = 0.0) -> Iterator[tuple[str, Callable[[], int]]]:
-    """The stand-in as a process of its own; yields its account URL and how many body bytes of objects it has sent."""
+def stand_in(
+    root: Path, rate: float = 0.0, tls: tuple[Path, Path] | None = None
+) -> Iterator[tuple[str, Callable[[], int]]]:
+    """The stand-in as a process of its own; yields its account URL and how many body bytes of objects it has sent.
+
+    `tls`: certificate (its own CA) and key."""
     import socket
+    import ssl
     import urllib.request
 
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "bench.standin", str(port), str(root), str(rate)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.standin", str(port), str(root), str(rate), *map(str, tls or ())]
+    )
+    base = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+    trusted = ssl.create_default_context(cafile=str(tls[0])) if tls else None
     try:
         end = time.monotonic() + 30
         while True:
@@ -245,10 +302,10 @@ def stand_in(root: Path, rate: float = 0.0) -> Iterator[tuple[str, Callable[[], 
             time.sleep(0.05)
 
         def served() -> int:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/__served__", timeout=10) as answer:
+            with urllib.request.urlopen(f"{base}/__served__", timeout=10, context=trusted) as answer:
                 return int(sum(n for name, n in json.loads(answer.read()).items() if "/objects/" in name))
 
-        yield f"http://127.0.0.1:{port}/standin", served
+        yield f"{base}/standin", served
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(10)

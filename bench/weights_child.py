@@ -28,16 +28,17 @@ NIXL_PIECE = 8 * 2**20
 
 
 def main() -> int:
-    import torch
+    import torch  # noqa: F401 - for the forks; nothing here may use its threads, they do not survive a fork
 
-    torch.set_num_threads(1)
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                result = measured(order["variant"], WeightsConfig.model_validate(order["config"]))
+                result = measured(
+                    order["variant"], WeightsConfig.model_validate(order["config"]), order["threads"], order["timeline"]
+                )
                 print(json.dumps(result), flush=True)
                 code = 0
             except BaseException as e:
@@ -48,17 +49,19 @@ def main() -> int:
     return 0
 
 
-def measured(variant: str, config: WeightsConfig) -> dict[str, float]:
-    """{seconds, cpu_s_per_gb, peak_mib, gb_per_s} of one load."""
+def measured(variant: str, config: WeightsConfig, threads: int = 1, timeline: bool = False) -> dict[str, Any]:
+    """{seconds, cpu_s_per_gb, peak_mib, gb_per_s, thread_s, timeline} of one load, with so many threads of torch."""
     import torch
 
+    torch.set_num_threads(threads)
+    report = Report(timeline=[] if timeline else None)
     Path("/proc/self/clear_refs").write_text("5")
     found = resolve(config, Report())
     files = weight_files(found.manifest)
     nbytes = sum(f.size for f in files)
     ceilings = {
         "ceiling_recv": _receive, "ceiling_verified_recv": _receive, "ceiling_memcpy": _memcpy, "ceiling_verified_memcpy": _receive,
-        "sdk1": _sdk, "sdk8": _sdk,
+        "sdk1": _sdk, "sdk8": _sdk, "runai": _runai,
     }  # fmt: skip
     buffer = _touched(nbytes) if variant.startswith("ceiling") else None
     parameters: Any = None
@@ -72,7 +75,7 @@ def measured(variant: str, config: WeightsConfig) -> dict[str, float]:
     if variant in ceilings:
         ceilings[variant](variant, config, found, files, parameters, buffer)
     else:
-        for name, tensor in Session(config, found, Report(), verify=not variant.endswith("_noverify")).tensors():
+        for name, tensor in Session(config, found, report, verify=not variant.endswith("_noverify")).tensors():
             parameters[name].copy_(tensor)
     seconds, used = time.perf_counter() - began, time.process_time() - cpu
     peak = next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
@@ -81,6 +84,8 @@ def measured(variant: str, config: WeightsConfig) -> dict[str, float]:
         "cpu_s_per_gb": used / nbytes * 1e9,
         "peak_mib": peak / 1024,
         "gb_per_s": nbytes / seconds / 1e9,
+        "thread_s": report.thread_s,
+        "timeline": report.timeline,
     }
 
 
@@ -164,6 +169,16 @@ def _sdk(variant: str, config: Any, found: Any, files: Any, parameters: Any, _: 
             with safe_open(path, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     parameters[name].copy_(tensors.get_tensor(name))
+
+
+def _runai(variant: str, config: Any, found: Any, files: Any, parameters: Any, _: Any) -> None:
+    """vLLM's runai_streamer: its iterator over the files in Blob; nothing is verified."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files([f"az://{config.release.container}/{f.blob}" for f in files])
+        for name, tensor in streamer.get_tensors():
+            parameters[name].copy_(tensor)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def write_certificate(directory: Path) -> tuple[Path, Path]:
-    """(cert.pem, key.pem) in `directory`, valid for 127.0.0.1 and localhost; the certificate is its own CA."""
+def write_certificate(directory: Path, *names: str) -> tuple[Path, Path]:
+    """(cert.pem, key.pem) in `directory`, valid for 127.0.0.1, localhost and `names`; the certificate is its own CA."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -26,7 +26,9 @@ def write_certificate(directory: Path) -> tuple[Path, Path]:
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=2))
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]),
+            x509.SubjectAlternativeName(
+                [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, ("localhost", *names))]
+            ),
             False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
