@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from blake3 import blake3
 
@@ -134,7 +135,8 @@ class Fetcher:
                 self.report.add("retries")
                 self._pause(attempt, error)
             try:
-                self._from_blob(job, view)
+                with self.gate.transfer(attempt > 0, self.stopped) if self.gate else nullcontext():
+                    self._from_blob(job, view)
                 self.report.fetched("blob", len(view))
                 return
             except DynamoBlobError as e:

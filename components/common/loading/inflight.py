@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class InFlight:
@@ -25,6 +26,7 @@ class InFlight:
     def __init__(self, most: int, start: int = START, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.limit = most, max(1, min(start, most))
         self.active = self.peak = 0
+        self._moving = 0  # of those active, how many have a transfer under way: none of them waits for another
         self._clock = clock
         self._gate = threading.Condition()
         self._best_rate, self._best_limit, self._rest = 0.0, self.limit, 0
@@ -51,6 +53,21 @@ class InFlight:
             if self._done >= max(4, self.limit):
                 self._look()
             self._gate.notify()
+
+    @contextmanager
+    def transfer(self, again: bool, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Around each try of a range that entered. Tries after the first begin only within the limit: ranges that were
+        all late together must not all be sent again together."""
+        with self._gate:
+            while again and self._moving >= self.limit and not stopped():
+                self._gate.wait(0.1)
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._moving -= 1
+                self._gate.notify_all()
 
     def slower(self, began: float | None = None) -> None:
         """The store said "slow down", or a range was late. `began`: of several that began before the same halving, one counts."""
