@@ -6,6 +6,8 @@ the issue's grid is here with 60 requests; `bench simulate` runs them longer and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from bench.sim import drive, grid
@@ -43,22 +45,29 @@ DIAGONAL = [
 ]
 
 
-def mean_regret(thorough: bool) -> float:
-    return sum(measure(cell, 45, thorough).regret for cell in DIAGONAL) / len(DIAGONAL)
+TUNED, UNSEEN = (0, 1, 2, 3), (10, 11, 12, 13)
+"""Arrivals and luck that the policy was chosen on, and others (no two share a random sequence: see `seed_of`)."""
+
+
+def mean_regret(thorough: bool, seeds: Sequence[int]) -> float:
+    """Each cell once, seeds in turn."""
+    return sum(measure(cell, 45, thorough, seeds[i % len(seeds)]).regret for i, cell in enumerate(DIAGONAL)) / len(
+        DIAGONAL
+    )
 
 
 def test_mean_regret_to_an_oracle_that_knows_rates_and_luck() -> None:
     """It decides for each request alone, by the true rates and that request's own noise."""
-    assert mean_regret(False) <= 0.05
+    assert mean_regret(False, TUNED) <= 0.05
 
 
-def test_mean_regret_to_the_hindsight_oracle() -> None:
+def test_mean_regret_to_the_hindsight_oracle_on_arrivals_the_policy_was_not_chosen_on() -> None:
     """The issue's yardstick: the oracle sees all later arrivals and everybody's luck.
 
-    These arrivals are among those the price of waiting was chosen on (4.6 %); on seeds 2 and 3, not looked at, it is
-    5.8 % where it was 6.8 % without that price.
+    All 18 cells on each seed: 4.1 % on the four unseen, 4.3 % on the four tuned on; true rates instead of estimates
+    save 0.0 and 0.5 points of that: what is left is the future.
     """
-    assert mean_regret(True) <= 0.05
+    assert mean_regret(True, UNSEEN) <= 0.05
 
 
 def test_the_oracle_is_at_least_as_good_as_every_simple_way() -> None:

@@ -4,11 +4,14 @@
 
 `k` may lie anywhere in what the tiers hold. Prefill grows faster than its tokens, so with one tier and an idle engine
 the best k is one of the ends; a queue before the engine, a second tier or a cap moves it inside.
+
+What a cut costs others is priced too: those that load now and come back while this one computes (`play`), and those
+that come later and find the engine and the tier's link busier (`traffic`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from components.common.cost.estimate import Estimate
@@ -18,6 +21,8 @@ from components.common.cost.traffic import Traffic
 
 _INTERIOR = 4
 """Cuts tried inside each tier's span beside its ends."""
+_SEEN = 32
+"""Loads under way that are looked at: the soonest."""
 
 
 class Held(NamedTuple):
@@ -25,6 +30,13 @@ class Held(NamedTuple):
 
     tier: str
     end: int
+
+
+class Loading(NamedTuple):
+    """A request before this one whose load is under way: predicted seconds until it is there, and of prefill then."""
+
+    ready_s: float
+    compute_s: float
 
 
 class Request(NamedTuple):
@@ -44,7 +56,9 @@ class Request(NamedTuple):
     max_load_tokens: int | None = None
     """Cap on tokens loaded beyond `local` (the router's plan)."""
     at: float | None = None
-    """Seconds of the caller's clock at arrival; None = unknown, what this request costs others is not priced."""
+    """Seconds of the caller's clock at arrival; None = unknown, what this request costs later ones is not priced."""
+    loading: tuple[Loading, ...] = ()
+    """Requests before this one that are neither computed nor waiting for the engine yet, in any order."""
 
 
 class Option(NamedTuple):
@@ -55,7 +69,7 @@ class Option(NamedTuple):
     compute: Estimate
     total_s: float
     others_s: float = 0.0
-    """Seconds it is expected to cost the requests after it."""
+    """Seconds it is expected to cost the other requests, all together."""
 
     @property
     def price_s(self) -> float:
@@ -103,6 +117,33 @@ class Tiers:
         beyond = "; ".join(b for b in (slowest.beyond, last.beyond) if b)
         return Estimate(slowest.mean + last.mean, slowest.sd + last.sd, beyond)
 
+    def link(self, request: Request, cut: int) -> tuple[float, float]:
+        """Seconds that [local, cut) occupies the tier it occupies longest, and what is queued there, in seconds."""
+        worst = (0.0, 0.0)
+        for tier, nbytes in self._spans(request, cut).items():
+            rate = self.fetches[tier].bytes_per_s
+            worst = max(worst, (nbytes / rate, request.queued.get(tier, 0) / rate))
+        return worst
+
+
+def play(wait_s: float, loading: Sequence[Loading], own: Loading | None) -> tuple[float, float]:
+    """First come, first served: when `own` (the last to come) is through, and the sum of when those `loading` are.
+
+    wait_s   until the engine is free of what is ready now
+    loading  by `ready_s`; one that is ready when the engine is free goes before `own`
+    """
+    now, at, own_s, sum_s = wait_s, 0, 0.0, 0.0
+    while own or at < len(loading):
+        if at < len(loading) and (loading[at].ready_s <= now or not own or loading[at].ready_s <= own.ready_s):
+            first, at = loading[at], at + 1
+            now = max(now, first.ready_s) + first.compute_s
+            sum_s += now
+        else:
+            assert own is not None
+            now = own_s = max(now, own.ready_s) + own.compute_s
+            own = None
+    return own_s, sum_s
+
 
 def cuts(request: Request, chunk: int) -> list[int]:
     """Cuts worth trying, rising, the first being `local` (load nothing)."""
@@ -127,14 +168,19 @@ def cuts(request: Request, chunk: int) -> list[int]:
 def options(
     request: Request, prefill: Prefill, tiers: Tiers, chunk: int, traffic: Traffic | None = None
 ) -> list[Option]:
-    """Every cut with its predicted times, the first being `recompute all`. `traffic` prices what it costs others."""
+    """Every cut with its predicted times, the first being `recompute all`. `traffic` prices what it costs later ones."""
     out = []
+    loading = sorted(request.loading)[:_SEEN]
+    alone = play(request.wait_s, loading, None)[1]
     for cut in cuts(request, chunk):
         load = tiers.load(request, cut)
         # The last token is always computed: it makes the first logits.
         compute = prefill.predict(max(request.tokens - cut, 1), min(cut, request.tokens - 1), request.decoding)
-        others = traffic.delay_s(compute.mean, request.wait_s) if traffic else 0.0
-        out.append(Option(cut, load, compute, max(request.wait_s, load.mean) + compute.mean, others))
+        total, beside = play(request.wait_s, loading, Loading(load.mean, compute.mean))
+        others = beside - alone
+        if traffic:
+            others += traffic.delay_s(compute.mean, request.wait_s) + traffic.link_delay_s(*tiers.link(request, cut))
+        out.append(Option(cut, load, compute, total, others))
     return out
 
 

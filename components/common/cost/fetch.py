@@ -73,9 +73,12 @@ class Fetch:
             self._seen = max(self._seen, nbytes + queued)
 
     def gave_up(self, nbytes: int, arrived: int, seconds: float, queued: int = 0) -> None:
-        """Of a load of `nbytes` only `arrived` bytes were there after `seconds`: it would have taken that much longer."""
+        """Of a load of `nbytes` only `arrived` bytes were there after `seconds`: it would have taken that much longer.
+
+        What was queued before counts as passed: a load that waited behind others until it was given up says no more.
+        """
         if nbytes > 0:
-            longer = min(_GIVEN_UP, nbytes / max(arrived, 1))
+            longer = min(_GIVEN_UP, (nbytes + queued) / max(arrived + queued, 1))
             self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * max(longer, 1.0))
 
     def tick(self) -> None:

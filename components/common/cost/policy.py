@@ -25,6 +25,12 @@ _SIZES = 40
 _UNSETTLED = 3
 """Times the probing budget while a change of speed is being followed."""
 
+_PROBE_LATENCIES = 2
+"""Transfer time of a probe in latencies, so that it sees the rate."""
+_OTHER_PROBES = 2
+"""Every so manyth probe has four times that size (a quarter, where it would be too much): probes of one size cannot tell
+latency from rate, and a fit that takes the one for the other sizes its probes so small that it never finds out."""
+
 
 class Probe(NamedTuple):
     """Read `tokens` of the prompt from `tier` in the background: nobody waits for it, it only measures."""
@@ -102,6 +108,7 @@ class Policy:
             self.ledger.beyond += 1
         loaded = chosen.cut > known.local
         self._streak[key] = self._streak.get(key, 0) + 1 if loaded else 0
+        self.traffic.decided((chosen.cut - known.local) / max(loads[-1].cut - known.local, 1))
         decision = Decision(
             chosen.cut - known.local,
             chosen,
@@ -249,7 +256,9 @@ class Policy:
             if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + fetch.fixed_s / 4:
                 continue  # not even a tier ten times as fast would win
             chunk, per = self.config.chunk_tokens, self.config.hardware.kv_bytes_per_token
-            sized = min(self.config.probe_bytes, int(2 * fetch.fixed_s * fetch.bytes_per_s))
+            sized = min(self.config.probe_bytes, int(_PROBE_LATENCIES * fetch.fixed_s * fetch.bytes_per_s))
+            if self.ledger.probes % _OTHER_PROBES:
+                sized = sized // 4 if sized == self.config.probe_bytes else min(self.config.probe_bytes, 4 * sized)
             tokens = max(chunk, min(sized // per, end - first) // chunk * chunk)
             if tokens > end - first:
                 continue

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_offload.base import LookupResult
 
 from components.common.cost.config import CostConfig
-from components.common.cost.decide import Held, Request
+from components.common.cost.decide import Held, Loading, Request
 from components.common.cost.policy import Decision, Policy
 from components.common.kv import hooks
 from components.common.kv.connector import DynamoBlobConnector
@@ -170,7 +170,7 @@ class CostConnector(DynamoBlobConnector):
         decision = policy.decide(
             Request(
                 request.num_tokens, local, held, self._wait_s(), self._decoding(), self._queued(),
-                status.max_load_tokens, now,
+                status.max_load_tokens, now, self._loading(now),
             )
         )  # fmt: skip
         load = decision.load_tokens
@@ -241,6 +241,14 @@ class CostConnector(DynamoBlobConnector):
     def _wait_s(self) -> float:
         prefill = self._cost.policy.prefill
         return sum(prefill.seconds(n - done, done) for n, done in self._prompts.values() if done < n)
+
+    def _loading(self, now: float) -> tuple[Loading, ...]:
+        """Requests whose load is under way: decided, not scheduled yet."""
+        return tuple(
+            Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
+            for rid, o in self._open.items()
+            if o.decision and o.decision.load_tokens and rid not in self._prompts
+        )
 
     def _decoding(self) -> int:
         return sum(1 for n, done in self._prompts.values() if done >= n)

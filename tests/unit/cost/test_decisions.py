@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.sim.grid import profile
 from components.common.cost.config import CostConfig, TierPrior
-from components.common.cost.decide import Held, Request, Tiers, best, cuts, options, split
+from components.common.cost.decide import Held, Loading, Request, Tiers, best, cuts, options, play, split
 from components.common.cost.fetch import Fetch
 from components.common.cost.policy import Policy
 from components.common.cost.prefill import Prefill
@@ -223,6 +223,59 @@ def test_overlap_is_planned_only_where_it_wins() -> None:
     assert Policy(config(4e9, overlap=True)).decide(on_blob(2_048)).overlap_from is None, "2k tokens: declined"
     assert Policy(config(0.5e9, overlap=True)).decide(on_blob(32_768)).overlap_from is None, "load 4x slower: declined"
     assert Policy(config(40e9, overlap=True)).decide(on_blob(32_768)).overlap_from is None, "load 4x faster: declined"
+
+
+def test_one_that_comes_back_from_loading_while_this_computes_is_priced() -> None:
+    """First come, first served does not interrupt: who is loaded in 0.1 s waits for the rest of a prefill of 1.26 s."""
+    policy = Policy(config(3e9))
+    request = on_blob(32_768)
+    alone = policy.decide(request)
+    assert alone.load_tokens == 0 and alone.compute.others_s == 0
+    compute_s = alone.compute.compute.mean
+    back = request._replace(loading=(Loading(0.1, 0.01), Loading(0.2, 0.01), Loading(compute_s + 1, 0.01)))
+    decision = policy.decide(back)
+    assert decision.compute.others_s == pytest.approx(2 * compute_s - 0.3, rel=0.05)
+    assert decision.load_tokens > 0 and decision.chosen.others_s < 0.1
+
+
+def test_first_come_first_served_by_hand() -> None:
+    loading = [Loading(1.0, 2.0), Loading(5.0, 1.0)]
+    assert play(0.0, loading, None) == (0.0, 3.0 + 6.0)
+    assert play(0.0, loading, Loading(0.0, 2.0)) == (2.0, 4.0 + 6.0), "computes first: one waits a second for it"
+    assert play(1.5, loading, Loading(0.0, 2.0)) == (5.5, 3.5 + 6.5), "ready when the engine is free: goes before"
+    assert play(0.0, loading, Loading(6.0, 1.0)) == (7.0, 9.0)
+    assert play(1.0, [], Loading(0.0, 2.0)) == (3.0, 0.0)
+
+
+def test_the_link_has_a_price_where_others_load() -> None:
+    """At break-even one way alone would be a crowd: while all load, computing has to look better than a long load."""
+
+    def price(share: float) -> tuple[float, float]:
+        policy = Policy(config(5e9))
+        for i in range(30):
+            policy.traffic.arrived(float(i))
+            policy.traffic.decided(share)
+        whole = options(on_blob(32_768), policy.prefill, policy.tiers, CHUNK, policy.traffic)
+        return whole[0].others_s, whole[-1].others_s
+
+    (engine, link), (same, free) = price(1.0), price(0.0)
+    assert engine == same > 0
+    assert free < 0.02 * engine, "nobody else loads: only its last token is in anybody's way"
+    assert link == pytest.approx(0.75 / 2 * (32_768 * 147_456 / 5e9) ** 2, rel=0.2)
+
+
+def test_probes_of_two_sizes_tell_latency_from_rate() -> None:
+    """From probes of one chunk a store of 0.5 GB/s and one of 10 cannot be told apart: 0.12 s and 0.08 s, noise 25 %."""
+    policy, sizes = Policy(config(0.5e9)), set()
+    per = policy.config.hardware.kv_bytes_per_token
+    for _ in range(120):
+        d = policy.decide(on_blob(16_384))
+        if d.probe:
+            sizes.add(d.probe.tokens)
+            policy.fetched("blob", d.probe.tokens * per, 0.08 + d.probe.tokens * per / 0.5e9)
+        policy.finished(d, d.chosen.total_s)
+    assert len(sizes) >= 2
+    assert policy.fetches["blob"].bytes_per_s == pytest.approx(0.5e9, rel=0.25)
 
 
 def test_cuts_respect_cap_and_chunks() -> None:

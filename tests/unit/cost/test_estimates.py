@@ -61,6 +61,17 @@ def test_one_stall_does_not_move_the_estimate() -> None:
     assert fetch.seconds(1000 * MB) < 1.35 * before
 
 
+def test_a_load_given_up_behind_others_does_not_count_as_ten_times_as_slow() -> None:
+    """Seen in the simulator: 1 GB behind 1.5 GB of others, given up after 2.1 s at 0.5 GB/s; the fit said 0.24 GB/s."""
+    fetch = blob()
+    fetch.observe(57 * MB, 0.1616)
+    fetch.gave_up(963 * MB, 0, 2.1, 1507 * MB)
+    assert fetch.seconds(963 * MB, 1507 * MB) < 5.2, "true: 5.0 s"
+    fetch = blob()
+    fetch.gave_up(963 * MB, 0, 2.1)
+    assert fetch.seconds(963 * MB) > 4.0, "nothing before it and nothing came: slow"
+
+
 def test_bytes_queued_before_count_like_own() -> None:
     fetch = blob()
     assert fetch.seconds(100 * MB, 900 * MB) == pytest.approx(fetch.seconds(1000 * MB))
