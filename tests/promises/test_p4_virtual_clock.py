@@ -134,6 +134,36 @@ def test_a_store_that_dies_in_a_load_costs_a_bounded_delay() -> None:
     assert max(stuck[30:]) > 100 * alone, "negative control: without the policy the store's death is everybody's"
 
 
+WRONG = [
+    (Cell("cpu-smollm2", 0.005, 1024, 0.3), 0.1, 10.0),
+    (Cell("h200-8b", 3.0, 65_536, 0.3), 0.1, 1.0),
+    (Cell("h200-32b", 10.0, 8_192, 0.3), 0.1, 10.0),
+    (Cell("cpu-smollm2", 0.015, 8_192, 0.3), 10.0, 0.1),
+    (Cell("h200-32b", 10.0, 65_536, 0.3), 10.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("cell", "engine_x", "store_x"), WRONG, ids=lambda v: str(v))
+def test_priors_ten_times_off_are_learned_within_20_requests(cell: Cell, engine_x: float, store_x: float) -> None:
+    """The profile says `engine_x` of the engine's true seconds, the prior `store_x` of the store's rate.
+
+    An engine faster than its profile was the trap: all was loaded for ever, at up to 5.5x, and prefill never measured.
+    """
+    engine = grid.engine(cell.engine)
+    engine = engine._replace(seconds=tuple(s * engine_x for s in engine.seconds))
+    store = grid.store(cell.gb_per_s / engine_x)
+    jobs = workload(engine, [cell.tokens] * 60, cell.load, seed_of(cell), store)
+    config = grid.config(cell.engine, grid.SPEEDS[cell.engine][2] * store_x)
+    seconds, strategy = drive.auto(engine, lambda i: store, jobs, config)
+    better = min(
+        mean_after(run(engine, lambda i: store, jobs, decide), LEARN)
+        for decide in (drive.always_load, drive.never_load)
+    )
+    assert mean_after(seconds, LEARN) <= 1.05 * better
+    assert strategy.decisions[0].beyond, "the first decision says that nothing of this was measured"
+    assert strategy.policy.ledger.explored_s <= 0.05 * sum(seconds)
+
+
 def test_a_policy_that_never_learns_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the grid: with the estimates frozen at the priors, cells must fail."""
     monkeypatch.setattr("components.common.cost.estimate.Fit.observe", lambda self, features, seconds: None)

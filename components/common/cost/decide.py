@@ -166,13 +166,21 @@ def cuts(request: Request, chunk: int) -> list[int]:
 
 
 def options(
-    request: Request, prefill: Prefill, tiers: Tiers, chunk: int, traffic: Traffic | None = None
+    request: Request,
+    prefill: Prefill,
+    tiers: Tiers,
+    chunk: int,
+    traffic: Traffic | None = None,
+    only: Sequence[int] = (),
 ) -> list[Option]:
-    """Every cut with its predicted times, the first being `recompute all`. `traffic` prices what it costs later ones."""
+    """Every cut with its predicted times, the first being `recompute all`. `traffic` prices what it costs later ones.
+
+    only   these cuts instead, in this order
+    """
     out = []
     loading = sorted(request.loading)[:_SEEN]
     alone = play(request.wait_s, loading, None)[1]
-    for cut in cuts(request, chunk):
+    for cut in only or cuts(request, chunk):
         load = tiers.load(request, cut)
         # The last token is always computed: it makes the first logits.
         compute = prefill.predict(max(request.tokens - cut, 1), min(cut, request.tokens - 1), request.decoding)

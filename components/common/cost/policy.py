@@ -20,7 +20,11 @@ from components.common.cost.prefill import Prefill
 from components.common.cost.traffic import Traffic
 
 _COMPUTE_EVERY = 64
-"""Loads in a row of a size class after which one cheap recompute is tried, if the budget allows."""
+"""Requests that may pass without a measurement of prefill while all is loaded: then the end of a prompt is computed."""
+_COMPUTE_FIRST = 3
+"""Measurements of prefill until the profile counts as tried: two in a row make a change of speed known."""
+_TAIL_SHARE = 0.1
+"""Predicted prefill of such an end, as a share of the load's time: the larger, the more it says of the whole."""
 _SIZES = 40
 _UNSETTLED = 3
 """Times the probing budget while a change of speed is being followed."""
@@ -56,11 +60,13 @@ class Decision(NamedTuple):
     """Compute up to this token while the chunks from here on load; None = one way only."""
     overlap_s: float = math.inf
     probe: Probe | None = None
+    other_beyond: tuple[str, ...] = ()
+    """What was extrapolated for the best load, chosen or not."""
 
     @property
     def beyond(self) -> tuple[str, ...]:
         """What was extrapolated to get here, in words; empty when everything was within what has been measured."""
-        return tuple(dict.fromkeys(self.chosen.beyond + self.compute.beyond))
+        return tuple(dict.fromkeys(self.chosen.beyond + self.compute.beyond + self.other_beyond))
 
     def attributes(self) -> dict[str, Any]:
         """For traces: flat, JSON types."""
@@ -87,7 +93,6 @@ class Policy:
         self.ledger = Ledger()
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
-        self._streak: dict[tuple[int, str], int] = {}
 
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
@@ -103,11 +108,15 @@ class Policy:
             return Decision(0, compute, compute, math.inf, "nothing held", math.inf)
         key = (min((known.tokens - known.local).bit_length(), _SIZES), known.held[-1].tier)
         load = best(loads)
-        chosen, reason, explored = self._choose(known, key, load, compute)
-        if chosen.beyond or compute.beyond:
+        chosen, reason = self._choose(key, load, compute)
+        explored = 0.0
+        if chosen is load and self.config.mode == "auto" and (tail := self._tail(known, load)):
+            chosen, reason = tail, "exploring: the end is computed, prefill was not measured"
+            explored = max(tail.price_s - load.price_s, 0.0)
+            self.ledger.explored_s += explored
+        if chosen.beyond or compute.beyond or load.beyond:
             self.ledger.beyond += 1
         loaded = chosen.cut > known.local
-        self._streak[key] = self._streak.get(key, 0) + 1 if loaded else 0
         self.traffic.decided((chosen.cut - known.local) / max(loads[-1].cut - known.local, 1))
         decision = Decision(
             chosen.cut - known.local,
@@ -117,6 +126,7 @@ class Policy:
             reason,
             compute.total_s if loaded else load.total_s,
             explored,
+            other_beyond=load.beyond,
         )
         if self.config.mode == "auto":
             decision = self._overlap(known, load, decision)
@@ -185,30 +195,44 @@ class Policy:
             held.append(span)
         return request._replace(held=tuple(held))
 
-    def _choose(
-        self, request: Request, key: tuple[int, str], load: Option, compute: Option
-    ) -> tuple[Option, str, float]:
+    def _choose(self, key: tuple[int, str], load: Option, compute: Option) -> tuple[Option, str]:
         if self.config.mode != "auto":
             fixed = load if self.config.mode == "load" else compute
-            return fixed, f"mode {self.config.mode}", 0.0
+            return fixed, f"mode {self.config.mode}"
         before = self._loads.get(key)
         better, worse = (load, compute) if load.price_s < compute.price_s else (compute, load)
         wants = better is load
         if before is not None and wants != before and worse.price_s <= better.price_s * (1 + self.config.switch_gain):
-            return worse, "kept: the difference is below switch_gain", 0.0
+            return worse, "kept: the difference is below switch_gain"
         if before is not None and wants != before:
             self.ledger.switches += 1
         self._loads[key] = wants
-        idle = not request.wait_s and not any(request.queued.values())
-        excess = compute.price_s - load.price_s
-        if wants and idle and self._streak.get(key, 0) >= _COMPUTE_EVERY and self._may_recompute(load, compute, excess):
-            self.ledger.explored_s += excess
-            return compute, "exploring: recompute not measured for long", excess
-        return better, "load is faster" if wants else "recompute is faster", 0.0
+        return better, "load is faster" if wants else "recompute is faster"
 
-    def _may_recompute(self, load: Option, compute: Option, excess: float) -> bool:
-        """A recompute is worth trying when a third of its predicted time would win and the excess fits the budget."""
-        return compute.compute.mean / 3 < load.total_s and self.ledger.allows(excess, self.config.probe_budget / 2, 0.0)
+    def _tail(self, request: Request, load: Option) -> Option | None:
+        """Load less and compute the end: who always loads never learns that the engine is faster than its profile says.
+
+        The end's time follows from prefill alone, and if the profile is right it costs a tenth of the load's.
+        """
+        chunk, prefill = self.config.chunk_tokens, self.prefill
+        due = prefill.observed < _COMPUTE_FIRST or prefill.unsettled or prefill.age >= _COMPUTE_EVERY
+        if not due or request.tokens - load.cut >= chunk:
+            return None  # it is measured anyway
+        end, cut = request.tokens, load.cut - chunk
+        while (
+            cut - chunk > request.local
+            and prefill.seconds(end - cut + chunk, cut - chunk) <= _TAIL_SHARE * load.total_s
+        ):
+            cut -= chunk
+        if cut <= request.local:
+            return None
+        [tail] = options(request, prefill, self.tiers, chunk, self.traffic, (cut,))
+        excess = max(tail.price_s - load.price_s, 0.0)
+        if excess > load.total_s or (
+            prefill.observed and not self.ledger.allows(excess, self.config.probe_budget, 4 * excess)
+        ):
+            return None
+        return tail
 
     def _deadline(self, chosen: Option, compute: Option) -> float:
         """Twice the prediction, four deviations, or half of what recomputing would have cost: the largest of them."""

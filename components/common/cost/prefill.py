@@ -35,6 +35,11 @@ class Prefill:
         return self._fit.observed
 
     @property
+    def unsettled(self) -> bool:
+        """The newest measurement was far off the estimate, or few came since the speed changed."""
+        return self._fit.unsettled
+
+    @property
     def age(self) -> int:
         """Requests since the last measurement."""
         return self._fit.age

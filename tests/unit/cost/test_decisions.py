@@ -52,7 +52,7 @@ def test_bounds(request: Request, rate: float) -> None:
         assert d.load_tokens <= request.max_load_tokens
     assert (request.local + d.load_tokens) % CHUNK == 0 or d.load_tokens == 0
     assert d.deadline_s > 0 and (d.load_tokens > 0 or d.deadline_s == math.inf)
-    assert d.chosen.price_s <= d.compute.price_s * 1.000001
+    assert d.chosen.price_s - d.explored_s <= d.compute.price_s * 1.000001
     assert all(isinstance(v, (int, float, str)) for v in d.attributes().values())
 
 
@@ -157,6 +157,26 @@ def test_a_declined_tier_is_probed_within_the_budget() -> None:
     assert 5 <= probes <= 200 // 6 + 2 and account["probes"] == probes
     assert account["probed_s"] <= 0.02 * account["served_s"] + 4 * 0.5
     assert account["explored_s"] == 0, "probes run in the background: no request waited"
+
+
+def test_the_end_of_a_prompt_is_computed_until_prefill_was_measured() -> None:
+    """All is loaded and nothing computed: the engine may be ten times as fast as its profile and nobody would know."""
+    policy, tails, per = Policy(config(20e9)), [], 147_456
+    for i in range(140):
+        d = policy.decide(on_blob(32_768))
+        assert d.load_tokens > 0
+        tail = 32_768 - d.load_tokens
+        policy.fetched("blob", d.load_tokens * per, 0.08 + d.load_tokens * per / 20e9)
+        if tail:
+            tails.append(i)
+            assert tail % CHUNK == 0 and "exploring" in d.reason
+            assert policy.prefill.seconds(tail, 32_768 - tail) <= 0.11 * d.chosen.total_s
+            policy.computed(tail, 32_768 - tail, policy.prefill.seconds(tail, 32_768 - tail))
+        policy.finished(d, d.chosen.total_s)
+    assert len(tails) == 5 and tails[2] < 20 and tails[3] >= tails[2] + 64, tails
+    assert policy.ledger.explored_s <= 0.02 * policy.ledger.served_s + 0.1
+    short = on_blob(32_768)._replace(held=(Held("blob", 32_640),))
+    assert Policy(config(20e9)).decide(short).load_tokens == 32_640, "128 tokens are computed anyway"
 
 
 def test_no_probe_where_no_tier_could_win() -> None:
