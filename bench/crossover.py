@@ -1,10 +1,12 @@
-"""`bench crossover`: load or recompute on the real engine, behind a store of three speeds, then after a sudden change.
+"""`bench crossover`: load or recompute on the real engine, behind a store of three speeds that change suddenly.
 
-    python -m bench.crossover [--model tiny-full] [--lengths 1024,4096] [--rates 1,4,16] [--rounds N] [--json FILE]
+    python -m bench.crossover [--model tiny-full] [--lengths 1024:4,4096:1] [--longest 7936] [--rates 2.5,30,6] [--json FILE]
 
-Variants `auto`, `load`, `recompute` interleaved, one request at a time, HBM and DRAM emptied before each. The forced
-variants teach the policy nothing. Azurite stores; the fault proxy makes it slow (bytes per second over all
-connections ≈ rate). For every pair the ratio auto ÷ better is taken in the same round.
+At each speed 20 `auto` requests to learn in (its first two lengths in turn), then rounds of `auto`, `load`, `recompute`
+interleaved, one request at a time, HBM and DRAM emptied before each. The forced variants teach the policy nothing. Azurite
+stores; the fault proxy makes it slow (bytes per second over all connections, about). `auto` is right where the ways'
+medians differ by more than 25 % and it took the faster; for every round the ratio auto / faster way is taken. What `auto`
+did is read from the engine's counters. Last: CPU seconds of prompts nobody holds, `auto` against `recompute`, in pairs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import psutil
 import yaml
 
 from bench.report import Report
@@ -80,7 +83,7 @@ def bed(work: Path, model: str, longest: int, step_tokens: int = 2048, **cost: A
         proxy = FaultProxy("127.0.0.1", store.port).start()
         settings = kv.settings(
             store, port=proxy.port, dram_bytes=768 << 20 if model.startswith("smol") else 64 << 20, staging_bytes=64 << 20,
-            threads=THREADS, load_deadline_s=60.0, store_queue=256, policy=policy(hardware(), status, **cost),
+            threads=THREADS, load_deadline_s=300.0, store_queue=256, policy=policy(hardware(), status, **cost),
         )  # fmt: skip
         args = kv.engine_args(
             settings, max_model_len=longest, max_num_batched_tokens=step_tokens, kv_cache_memory_bytes=(1 << 30)
@@ -117,37 +120,116 @@ def store_all(b: Bed, prompts: dict[int, list[int]]) -> None:
         kv.wait_stored(b.store, have, 60.0)
 
 
+def counted(b: Bed) -> dict[str, float]:
+    """The engine's own account of its decisions. Statistics come with a step, a few times a second."""
+    time.sleep(0.3)
+    serve(b, ids(20, seed=time.monotonic_ns()), "recompute")
+    found = b.engine.metrics("vllm:dynamo_blob_kv_cost_")
+    return {what: sum(v for k, v in found.items() if f"cost_{what}_total" in k) for what in ("requests", "loads")}
+
+
 def rounds(
-    b: Bed, report: Report, cell: str, prompts: dict[int, list[int]], count: int, seed: int
+    b: Bed, report: Report, cell: str, prompts: dict[int, list[int]], counts: dict[int, int], seed: int
 ) -> list[dict[str, Any]]:
-    """`count` rounds of every length in every variant, order shuffled; returns one record per length and round."""
+    """Rounds of every length in every variant, order shuffled; returns one record per length and round.
+
+    counts   rounds of each length
+    """
     rng, out = random.Random(seed), []
-    for round_ in range(count):
-        for n, prompt in prompts.items():
+    before = counted(b)
+    for round_ in range(max(counts.values())):
+        for n in (n for n, count in counts.items() if round_ < count):
             record: dict[str, Any] = {"cell": cell, "tokens": n, "round": round_}
             for variant in rng.sample(VARIANTS, len(VARIANTS)):
-                answer = serve(b, prompt, variant)
+                answer = serve(b, prompts[n], variant)
                 record[variant], record[f"{variant}_loaded"] = answer["ttft"], answer["cached"]
                 report.add(f"{cell} {n}", variant, round_, answer["ttft"], "s")
+            report.add(f"{cell} {n} loaded", "auto", round_, record["auto_loaded"], "tokens")
             out.append(record)
+    after = counted(b)
+    told = {what: after[what] - before[what] for what in after}
+    seen = {"requests": len(out), "loads": sum(r["auto_loaded"] > 0 for r in out)}
+    if told != seen:
+        report.note(f"{cell}: the engine counted {told}, its answers say {seen}")
+    return out
+
+
+def learn(
+    b: Bed, report: Report, cell: str, prompts: dict[int, list[int]], lengths: Sequence[int]
+) -> list[tuple[int, bool]]:
+    """The first requests at a speed: (tokens, whether any were loaded) of each."""
+    out = []
+    for i in range(LEARN):
+        n = lengths[i % len(lengths)]
+        answer = serve(b, prompts[n], "auto")
+        report.add(f"{cell} {n} learning", "auto", i, answer["ttft"], "s")
+        out.append((n, answer["cached"] > 0))
+    return out
+
+
+def faster(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], str]:
+    """The way that is faster by more than 25 %, by the medians of a cell; cells without one are left out."""
+    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for r in records:
+        cells.setdefault((r["cell"], r["tokens"]), []).append(r)
+    out = {}
+    for key, rs in cells.items():
+        load, compute = median(r["load"] for r in rs), median(r["recompute"] for r in rs)
+        if max(load, compute) > 1.25 * min(load, compute):
+            out[key] = "load" if load < compute else "recompute"
     return out
 
 
 def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Where the two ways differ by more than 25 % in the cell's medians: how often auto took the better one."""
-    cells: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for r in records:
-        cells.setdefault((r["cell"], r["tokens"]), []).append(r)
-    right = clear = 0
-    ratios = []
-    for rs in cells.values():
-        load, compute = median(r["load"] for r in rs), median(r["recompute"] for r in rs)
-        ratios += [r["auto"] / (r["load"] if load < compute else r["recompute"]) for r in rs]
-        if max(load, compute) > 1.25 * min(load, compute):
-            clear += len(rs)
-            right += sum((r["auto_loaded"] > 0) == (load < compute) for r in rs)
+    """Of the decisions in clear cells, how many were right; ratio auto / faster way of the same round, with an interval."""
+    clear = faster(records)
+    judged = [(r, clear[r["cell"], r["tokens"]]) for r in records if (r["cell"], r["tokens"]) in clear]
+    right = sum((r["auto_loaded"] > 0) == (way == "load") for r, way in judged)
+    ratios = [
+        r["auto"] / (r[way] if (way := clear.get((r["cell"], r["tokens"]))) else min(r["load"], r["recompute"]))
+        for r in records
+    ]
     low, high = bootstrap(ratios)
-    return {"decisions": clear, "right": right, "ratio_median": median(ratios), "ratio_low": low, "ratio_high": high}
+    return {
+        "decisions": len(judged),
+        "right": right,
+        "ratio_median": median(ratios),
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+
+
+def last_wrong(learned: Sequence[tuple[int, bool]], clear: dict[int, str]) -> int:
+    """How many requests the change of speed took: the number of the last wrong decision in a clear cell; 0 = none was."""
+    wrong = [i for i, (n, loaded) in enumerate(learned, 1) if n in clear and loaded != (clear[n] == "load")]
+    return max(wrong, default=0)
+
+
+def forced_misses(b: Bed, report: Report, pids: set[int], pairs: int, tokens: int = 512) -> None:
+    """CPU seconds of prompts that nobody holds: looked up and decided, against forced to recompute without a look."""
+    ratios = []
+    for r in range(-1, pairs):  # the first warms up
+        spent = {}
+        for variant in sorted(("auto", "recompute"), reverse=bool(r % 2)):
+            prompt = ids(tokens, seed=50_000 + 2 * r + (variant == "auto"))
+            before = cpu_seconds(pids)
+            serve(b, prompt, variant)
+            spent[variant] = cpu_seconds(pids) - before
+            if r >= 0:
+                report.add(f"miss {tokens}", variant, r, spent[variant], "CPU s")
+        if r >= 0:
+            ratios.append(spent["auto"] / spent["recompute"])
+    low, high = bootstrap(ratios)
+    report.note(
+        f"forced miss, {tokens} tokens: CPU seconds with policy and lookup / without, median of {pairs} pairs "
+        f"{median(ratios):.3f} ({low:.3f} to {high:.3f}); goal 1.05"
+    )
+
+
+def cpu_seconds(pids: set[int]) -> float:
+    """CPU seconds of the processes' threads until now."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def bootstrap(values: Sequence[float], draws: int = 500) -> tuple[float, float]:
@@ -157,37 +239,65 @@ def bootstrap(values: Sequence[float], draws: int = 500) -> tuple[float, float]:
     return medians[int(draws * 0.025)], medians[int(draws * 0.975)]
 
 
+def run(
+    report: Report, model: str, counts: dict[int, int], longest: int, rates: Sequence[float], pairs: int
+) -> dict[str, Any]:
+    """Learns, measures and judges at each of `rates` (MB/s); `longest` tokens once, at the fastest. Returns the verdict."""
+    report.server = "azurite behind the fault proxy"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as work, bed(Path(work), model, max(*counts, longest) + 128) as b:
+        pids = {p.pid for p in psutil.Process(b.engine.driver.process.pid).children(recursive=True)}
+        prompts = {n: ids(n, seed=n) for n in (*counts, *([longest] if longest else ()))}
+        store_all(b, prompts)
+        report.note(f"stored: {time.monotonic() - began:.0f} s")
+        records, changes = [], []
+        for rate in rates:
+            cell = f"{rate:g} MB/s"
+            b.speed(rate * 1e6)
+            learned = learn(b, report, cell, prompts, list(counts)[:2])
+            here = counts | ({longest: 1} if longest and rate == max(rates) else {})
+            measured = rounds(b, report, cell, prompts, here, int(rate * 1000))
+            clear = {n: way for (_, n), way in faster(measured).items()}
+            changes.append(f"{cell}: {last_wrong(learned, clear)}")
+            told = b.explain()
+            report.note(
+                f"{cell}: until {time.monotonic() - began:.0f} s; faster {json.dumps(clear)}; {json.dumps(judge(measured))}; "
+                f"loaded {[(r['tokens'], r['auto_loaded']) for r in measured]}; tiers {json.dumps(told.get('tiers', {}))}; "
+                f"extrapolated {told.get('extrapolated')} of {told.get('requests')}"
+            )
+            records += measured
+        b.speed(0)
+        forced_misses(b, report, pids, pairs)
+        verdict = judge(records)
+        report.note("last wrong decision after the change to a speed, of 20: " + "; ".join(changes))
+        report.note(json.dumps(verdict))
+    return verdict
+
+
+QUICK = ({512: 2, 1024: 1}, 0, (2.5, 30.0), 3)
+FULL = ({512: 4, 1024: 4, 2048: 2, 4096: 1}, 7936, (2.5, 30.0, 6.0), 8)
+
+
+def bench(report: Report, quick: bool) -> None:
+    run(report, "smollm2-135m-instruct", *(QUICK if quick else FULL))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench crossover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny-full", help="directory under .state/models")
-    parser.add_argument("--lengths", default="1024,2048,4096,7936", help="prompt tokens")
-    parser.add_argument("--rates", default="0.3,1.5,30", help="store speeds, MB/s")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="directory under .state/models")
+    parser.add_argument("--lengths", default="512:4,1024:4,2048:2,4096:1", help="prompt tokens:rounds, comma-separated")
+    parser.add_argument(
+        "--longest", type=int, default=7936, help="prompt tokens of one round at the fastest speed; 0 = none"
+    )
+    parser.add_argument("--rates", default="2.5,30,6", help="store speeds in this order, MB/s")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of forced misses")
     parser.add_argument("--json", default="")
     args = parser.parse_args(argv)
-    lengths = [int(n) for n in args.lengths.split(",")]
-    rates = [float(r) for r in args.rates.split(",")]
-    report = Report("crossover", server="azurite behind the fault proxy")
-    with tempfile.TemporaryDirectory() as work, bed(Path(work), args.model, max(lengths) + 128) as b:
-        prompts = {n: ids(n, seed=n) for n in lengths}
-        store_all(b, prompts)
-        records = []
-        for rate in rates:
-            b.speed(rate * 1e6)
-            began = time.monotonic()
-            for i in range(LEARN):
-                serve(b, prompts[lengths[i % len(lengths)]], "auto")
-            records += rounds(b, report, f"{rate:g} MB/s", prompts, args.rounds, int(rate * 1000))
-            report.note(f"{rate:g} MB/s: {time.monotonic() - began:.0f} s; {json.dumps(b.explain().get('tiers', {}))}")
-        verdict = judge(records)
-        report.note(json.dumps(verdict))
-        report.note("speeds follow each other suddenly: each cell's first 20 requests are the ones it learns in")
-        for n in lengths:  # per length, how auto ran at each speed
-            report.note(
-                f"{n}: " + "; ".join(f"{r['cell']} loaded {r['auto_loaded']}" for r in records if r["tokens"] == n)
-            )
+    counts = {int(n): int(count) for n, _, count in (one.partition(":") for one in args.lengths.split(","))}
+    report = Report("crossover")
+    verdict = run(report, args.model, counts, args.longest, [float(r) for r in args.rates.split(",")], args.pairs)
     print(report.table())
     if args.json:
         report.write(args.json)

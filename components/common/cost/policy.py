@@ -252,6 +252,7 @@ class Policy:
         if not c or not fetch or not 0.5 <= c / fetch <= 2.0 or decision.explored_s:
             return decision
         at, seconds = split(request, self.prefill, self.tiers, config.chunk_tokens, load.cut)
+        seconds += self.prefill.seconds(config.overlap_step_tokens, at)  # they meet when a step ends, not between
         single = min(load.total_s, decision.compute.total_s)
         if seconds > single * (1 - config.overlap_min_gain) or not request.local < at < load.cut:
             return decision

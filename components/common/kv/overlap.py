@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _LEAST = 2
 """Chunks that must be left to load: fewer are computed sooner than the request is taken back and copied to."""
+_RATIO = 2
+"""Overlap is planned where loading is at most so many times as fast as computing."""
 _NOWHERE = TierFilter(matchers=())
 
 
@@ -123,8 +125,12 @@ class OverlapConnector(CostConnector):
             if at < tail.asked:
                 break
             pending += self._seen(tail, at, lookup(keys[at], context))
-        ahead = front + -(-(self.step_tokens() or 0) // self._chunk)  # the front will have passed these
-        while pending < self._window and tail.asked > max(tail.floor, ahead):
+        step = -(-(self.step_tokens() or 0) // self._chunk)
+        ahead = front + step  # the front will have passed these
+        # What is asked for in one step comes back as one, when its last chunk is there: a whole window at once would leave
+        # the link idle after it, and the front computing what has nearly come. A tier twice as fast brings this in a step.
+        least = max(tail.floor, ahead, tail.asked - _RATIO * max(step, 1))
+        while pending < self._window and tail.asked > least:
             tail.asked -= 1
             pending += self._seen(tail, tail.asked, lookup(keys[tail.asked], context))
 
