@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="greedy oracle, 80 requests a cell")
     parser.add_argument(
-        "--seed", type=int, default=0, help="other arrivals and luck: 0 is the set the policy was tuned on"
+        "--seed", type=int, default=0, help="other arrivals and luck: 0 to 3 are those the policy was tuned on"
     )
     parser.add_argument("--json", default="", help="file for the raw rows")
     args = parser.parse_args(argv)
