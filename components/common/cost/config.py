@@ -73,7 +73,7 @@ class CostConfig(Config):
         description="seconds of probing allowed per second served; the cost of exploring is counted against it",
     )
     probe_bytes: int = Field(
-        64 << 20, gt=0, description="bytes of one probe at most: enough to see the rate, not only the latency"
+        128 << 20, gt=0, description="bytes of one probe at most: enough to see the rate, not only the latency"
     )
     deadline_factor: float = Field(
         2.0, gt=1, description="a load may take this many times its predicted seconds before the rest is recomputed"
