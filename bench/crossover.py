@@ -275,7 +275,7 @@ def run(
 
 
 QUICK = ({512: 2, 1024: 1}, 0, (2.5, 30.0), 3)
-FULL = ({512: 4, 1024: 4, 2048: 2, 4096: 1}, 7936, (2.5, 30.0, 6.0), 8)
+FULL = ({512: 1, 1024: 4, 2048: 2, 4096: 1}, 7936, (2.5, 30.0, 6.0), 8)
 
 
 def bench(report: Report, quick: bool) -> None:
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="bench crossover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="directory under .state/models")
-    parser.add_argument("--lengths", default="512:4,1024:4,2048:2,4096:1", help="prompt tokens:rounds, comma-separated")
+    parser.add_argument("--lengths", default="512:1,1024:4,2048:2,4096:1", help="prompt tokens:rounds, comma-separated")
     parser.add_argument(
         "--longest", type=int, default=7936, help="prompt tokens of one round at the fastest speed; 0 = none"
     )
