@@ -94,6 +94,11 @@ class DynamoBlobConnector(OffloadingConnector):
         """Whether the engine goes on stepping without requests. Not once it is to end: chunks under way have their time in `shutdown`."""
         return not ending.told and super().has_pending_push_work()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.connector_scheduler is not None:
+            hooks.close()
+
     def _plan(self, request: Request, local: int) -> hooks.Plan:
         """Asked once per request: a decision that changed while the request waits would waste both ways."""
         params: dict[str, Any] = request.kv_transfer_params or {}

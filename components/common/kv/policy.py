@@ -340,6 +340,11 @@ class CostConnector(DynamoBlobConnector):
         self._cost.deadlines.pop(rid, None)
         self._cost.untaught.discard(rid)
 
+    def close(self) -> None:
+        """Spans of the last second are sent, within a bound."""
+        if self._spans:
+            self._spans.close()
+
     def _write_status(self) -> None:
         self._status_due = time.monotonic() + _STATUS_S
         part = f"{self._cost.status_file}.{os.getpid()}"
