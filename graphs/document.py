@@ -7,6 +7,7 @@ refused (a graph is read by people), size, depth and number of nodes are bounded
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +54,14 @@ class Document:
         keys = dotted.split(".")
         if not all(keys):
             raise DynamoBlobError(
-                "GRAPH-SET-INVALID", f"'{dotted}' is not a path of keys", where=f"--set {dotted}={text}",
+                "GRAPH-SET-INVALID", f"'{dotted}' is not a path of keys", where=f"--set {dotted}",
                 do="write --set components.decode.replicas=2",
             )  # fmt: skip
         origin = f"--set {dotted}={text}"
-        value = parse(text, origin).data
-        data = _copy_along(self.data if isinstance(self.data, dict) else {}, keys, value, origin)
+        value = parse(
+            text, f"--set {dotted}"
+        ).data  # nothing is said about a value that may be a secret before that is known
+        data = _copy_along(self.data if isinstance(self.data, dict) else {}, keys, value, f"--set {dotted}")
         return Document(self.name, data, self.text, self.marks, {**self.origins, tuple(keys): origin})
 
 
@@ -67,7 +70,7 @@ def _copy_along(node: dict[Any, Any], keys: list[str], value: Any, origin: str) 
     below = node.get(head)
     if rest and below is not None and not isinstance(below, dict):
         raise DynamoBlobError(
-            "GRAPH-SET-INVALID", f"'{head}' is not a mapping", where=origin, why=f"it holds {below!r}",
+            "GRAPH-SET-INVALID", f"'{head}' is not a mapping", where=origin, why=f"it holds a {type(below).__name__}",
             do="set the key itself, or a key of a mapping",
         )  # fmt: skip
     if not rest and value is None and head in node:  # --set a.b=null: as if the line were not there
@@ -97,7 +100,7 @@ def parse(text: str, name: str) -> Document:
     except MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise _fault(where, str(e.problem or e.context)) from None
+        raise _fault(where, re.sub(r"'[^']{20,}'", "'…'", str(e.problem or e.context))) from None  # it may be a secret
     except YAMLError as e:  # the reader's errors (control characters) carry no mark of the same shape
         raise _fault(name, str(e).splitlines()[0]) from None
     except RecursionError:

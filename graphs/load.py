@@ -94,11 +94,11 @@ def read_graph(path: Path | str, sets: list[str] | tuple[str, ...] = ()) -> Grap
 def examine(path: Path | str, sets: list[str] | tuple[str, ...] = ()) -> tuple[Graph | None, list[Finding]]:
     """The graph, or None, and everything wrong with the file itself. Raises only what keeps it from being read."""
     document = load(path)
-    for item in sets:
+    for number, item in enumerate(sets, 1):
         key, eq, value = item.partition("=")
         if not eq:
             raise DynamoBlobError(
-                "GRAPH-SET-INVALID", f"'{item}' has no '='", where=f"--set {item}", do="write --set key.path=value"
+                "GRAPH-SET-INVALID", "it has no '='", where=f"--set number {number}", do="write --set key.path=value"
             )
         document = document.with_value(key.strip(), value)
     secrets, empty = find_secrets(document), find_empty(document)

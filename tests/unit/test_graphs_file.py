@@ -80,6 +80,14 @@ def test_set_replaces_adds_and_names_itself_in_errors() -> None:
     assert "kv.profile" in e.value.what and e.value.where == "--set kv.overlap=true"
 
 
+@pytest.mark.parametrize("form", ["model.name.key={}", "a..b={}", "graph='{}", "{}", "network.base_port=*{}"])
+def test_a_set_that_is_refused_does_not_repeat_its_value(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_" + "a" * 30
+    assert main(["check", str(DISAGG), "--set", form.format(secret)]) != 0
+    out = capsys.readouterr()
+    assert "GRAPH-" in out.out + out.err and secret not in out.out + out.err
+
+
 @pytest.mark.parametrize(
     "item",
     ["novalue", "a..b=1", "=1", "graph.name.x=1", "components.decode.replicas=[", "components.decode.replicas=*x"],

@@ -6,6 +6,8 @@ import inspect
 import queue
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,9 @@ def test_a_rest_is_bounded(make, proxy: FaultProxy, monkeypatch) -> None:
     context = reader.request(chunks=names(1))
     wait_for(lambda: reader.scan(context, names(1)) is None and not reader.step() and reader.tier.awaited(), 20, "held")
     assert pacing.REST_S <= took(queue.Queue()) < 5
+    monkeypatch.setattr(pacing, "REST_S", 30.0)
+    monkeypatch.setattr(pacing, "_copying", lambda: True)
+    assert took(queue.Queue()) < 5, "a copy between HBM and DRAM is over in milliseconds"
     proxy.heal()
 
 
@@ -92,9 +97,9 @@ def test_vllms_core_still_has_the_step_that_is_amended() -> None:
     assert list(inspect.signature(plain).parameters) == ["self", "model_executed"]
     assert "self.post_step(model_executed)" in inspect.getsource(EngineCoreProc._process_engine_step)
     assert "self.input_queue = queue.Queue[" in inspect.getsource(EngineCoreProc.__init__)
-    pacing.install(())
+    pacing.install((), lambda: False)
     amended = EngineCoreProc.post_step
-    pacing.install(())
+    pacing.install((), lambda: False)
     assert EngineCoreProc.post_step is amended is not plain
     in_company: Any = object.__new__(DPEngineCoreProc)
     in_company.check_for_draft_tokens = False
@@ -102,5 +107,15 @@ def test_vllms_core_still_has_the_step_that_is_amended() -> None:
     alone: Any = object.__new__(EngineCoreProc)
     alone.check_for_draft_tokens = False
     alone.post_step(True)
-    with pytest.raises(AttributeError):
-        alone.post_step(False)
+    empty, full = (
+        (None, SimpleNamespace(total_num_scheduled_tokens=0), None),
+        (None, SimpleNamespace(total_num_scheduled_tokens=9), None),
+    )
+    alone.batch_queue = deque([empty, full])
+    alone.post_step(False)
+    for queued in (None, deque(), deque([empty])):
+        alone.batch_queue = queued
+        with pytest.raises(AttributeError):
+            alone.post_step(False)
+    source = inspect.getsource(EngineCore.step_with_batch_queue)
+    assert "batch_queue.appendleft((future, scheduler_output, exec_future))" in source

@@ -62,7 +62,12 @@ class DynamoBlobConnector(OffloadingConnector):
             self._plans: dict[str, hooks.Plan] = {}
             self._chunk_bytes = int(self._kv_bytes())
             primary = getattr(self.scheduler.manager, "primary_tier", None)
-            pacing.install(getattr(self.scheduler.manager, "secondary_tiers", ()))
+            if (
+                vllm_config.parallel_config.pipeline_parallel_size == 1
+            ):  # else a step that schedules nothing says nothing
+                pacing.install(
+                    getattr(self.scheduler.manager, "secondary_tiers", ()), lambda: bool(self.scheduler._jobs)
+                )
             self._observed = Observed(Dram(primary, self._chunk_bytes) if primary is not None else None)
 
     def _kv_bytes(self) -> int:

@@ -9,7 +9,7 @@ a transfer is over, a client says something, or `REST_S` has passed. Steps that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 REST_S = 0.02
@@ -17,11 +17,17 @@ REST_S = 0.02
 _LOOK_S = 0.001
 
 _tiers: list[Any] = []
+_copying: Callable[[], bool] = lambda: False  # noqa: E731
 
 
-def install(tiers: Iterable[Any]) -> None:
-    """Amend vLLM's EngineCoreProc in this process (once), and rest while these tiers transfer (those with `awaited`)."""
+def install(tiers: Iterable[Any], copying: Callable[[], bool]) -> None:
+    """Amend vLLM's EngineCoreProc in this process (once), and rest while these tiers transfer (those with `awaited`).
+
+    copying   whether the worker copies between HBM and DRAM: that takes milliseconds and only a step sees its end
+    """
+    global _copying
     _tiers[:] = [t for t in tiers if hasattr(t, "awaited")]
+    _copying = copying
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     Core: Any = EngineCoreProc
@@ -31,7 +37,9 @@ def install(tiers: Iterable[Any]) -> None:
 
     def post_step(self: Any, model_executed: bool) -> None:
         plain(self, model_executed)
-        if not model_executed and not isinstance(self, DPEngineCoreProc):  # those step in company: all would wait
+        if model_executed or isinstance(self, DPEngineCoreProc):  # the latter step in company: all would wait
+            return
+        if not any(output.total_num_scheduled_tokens for _, output, _ in self.batch_queue or ()):
             rest(self.input_queue)
 
     Core.post_step = post_step
@@ -41,7 +49,7 @@ def install(tiers: Iterable[Any]) -> None:
 def rest(inbox: Any) -> None:
     """Return when a transfer is over, `inbox` has something, no transfer is under way, or after REST_S."""
     end = time.monotonic() + REST_S
-    while inbox.empty() and awaited(_tiers) and time.monotonic() < end:
+    while inbox.empty() and awaited(_tiers) and not _copying() and time.monotonic() < end:
         time.sleep(_LOOK_S)
 
 
