@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.table())
     if args.json:
         report.write(args.json)
-    return 0 if verdict["right"] >= 0.95 * verdict["decisions"] else 1
+    return 0 if verdict["decisions"] and verdict["right"] >= 0.95 * verdict["decisions"] else 1
 
 
 if __name__ == "__main__":

@@ -50,10 +50,9 @@ TUNED, UNSEEN = (0, 1, 2, 3), (10, 11, 12, 13)
 
 
 def mean_regret(thorough: bool, seeds: Sequence[int]) -> float:
-    """Each cell once, seeds in turn."""
-    return sum(measure(cell, 45, thorough, seeds[i % len(seeds)]).regret for i, cell in enumerate(DIAGONAL)) / len(
-        DIAGONAL
-    )
+    """Each cell once, seeds in turn. A cell in which the oracle is beaten counts as none, not as a credit for others."""
+    found = [measure(cell, 45, thorough, seeds[i % len(seeds)]).regret for i, cell in enumerate(DIAGONAL)]
+    return sum(max(0.0, regret) for regret in found) / len(found)
 
 
 def test_mean_regret_to_an_oracle_that_knows_rates_and_luck() -> None:

@@ -12,6 +12,7 @@ that come later and find the engine and the tier's link busier (`traffic`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
 from components.common.cost.estimate import Estimate
@@ -22,7 +23,7 @@ from components.common.cost.traffic import Traffic
 _INTERIOR = 4
 """Cuts tried inside each tier's span beside its ends."""
 _SEEN = 32
-"""Loads under way that are looked at: the soonest."""
+"""Loads under way that are looked at one by one: the soonest; the others count as one that comes after them."""
 
 
 class Held(NamedTuple):
@@ -59,6 +60,8 @@ class Request(NamedTuple):
     """Seconds of the caller's clock at arrival; None = unknown, what this request costs later ones is not priced."""
     loading: tuple[Loading, ...] = ()
     """Requests before this one that are neither computed nor waiting for the engine yet, in any order."""
+    certain: bool = True
+    """False: an index does not know whether what counts as held is there; nothing can be probed then."""
 
 
 class Option(NamedTuple):
@@ -145,6 +148,15 @@ def play(wait_s: float, loading: Sequence[Loading], own: Loading | None) -> tupl
     return own_s, sum_s
 
 
+def soonest(loading: Sequence[Loading]) -> list[Loading]:
+    """Sorted; a crowd's rest as one: it keeps the engine as busy, and its end is nobody's to decide here."""
+    first = nsmallest(_SEEN, loading)
+    if len(loading) > len(first):
+        rest = sum(x.compute_s for x in loading) - sum(x.compute_s for x in first)
+        first.append(Loading(first[-1].ready_s, rest))
+    return first
+
+
 def cuts(request: Request, chunk: int) -> list[int]:
     """Cuts worth trying, rising, the first being `local` (load nothing)."""
     most = request.tokens
@@ -178,7 +190,7 @@ def options(
     only   these cuts instead, in this order
     """
     out = []
-    loading = sorted(request.loading)[:_SEEN]
+    loading = soonest(request.loading)
     alone = play(request.wait_s, loading, None)[1]
     for cut in only or cuts(request, chunk):
         load = tiers.load(request, cut)

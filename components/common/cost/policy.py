@@ -25,6 +25,10 @@ _COMPUTE_FIRST = 3
 """Measurements of prefill until the profile counts as tried: two in a row make a change of speed known."""
 _TAIL_SHARE = 0.1
 """Predicted prefill of such an end, as a share of the load's time: the larger, the more it says of the whole."""
+_TAIL_TOKENS = 64
+"""Least of such an end: the engine's adapter takes shorter steps for noise."""
+_TAILS_FREE = 8
+"""Ends tried whatever they cost while prefill was never measured."""
 _SIZES = 40
 _UNSETTLED = 3
 """Times the probing budget while a change of speed is being followed."""
@@ -63,6 +67,13 @@ class Decision(NamedTuple):
     other_beyond: tuple[str, ...] = ()
     """What was extrapolated for the best load, chosen or not."""
 
+    def instead(self, reason: str) -> Decision:
+        """Recompute all, for a reason that the caller knows."""
+        return self._replace(
+            load_tokens=0, chosen=self.compute, deadline_s=math.inf, reason=reason, other_s=self.chosen.total_s, explored_s=0.0,
+            overlap_from=None, overlap_s=math.inf,
+        )  # fmt: skip
+
     @property
     def beyond(self) -> tuple[str, ...]:
         """What was extrapolated to get here, in words; empty when everything was within what has been measured."""
@@ -93,6 +104,7 @@ class Policy:
         self.ledger = Ledger()
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
+        self._tails = 0
 
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
@@ -117,7 +129,6 @@ class Policy:
         if chosen.beyond or compute.beyond or load.beyond:
             self.ledger.beyond += 1
         loaded = chosen.cut > known.local
-        self.traffic.decided((chosen.cut - known.local) / max(loads[-1].cut - known.local, 1))
         decision = Decision(
             chosen.cut - known.local,
             chosen,
@@ -130,6 +141,8 @@ class Policy:
         )
         if self.config.mode == "auto":
             decision = self._overlap(known, load, decision)
+        self.traffic.decided(decision.load_tokens / max(loads[-1].cut - known.local, 1))
+        if self.config.mode == "auto" and known.certain:
             decision = decision._replace(probe=self._probe(known, decision))
         return decision
 
@@ -218,7 +231,7 @@ class Policy:
         due = prefill.observed < _COMPUTE_FIRST or prefill.unsettled or prefill.age >= _COMPUTE_EVERY
         if not due or request.tokens - load.cut >= chunk:
             return None  # it is measured anyway
-        end, cut = request.tokens, load.cut - chunk
+        end, cut = request.tokens, load.cut - -(-_TAIL_TOKENS // chunk) * chunk
         while (
             cut - chunk > request.local
             and prefill.seconds(end - cut + chunk, cut - chunk) <= _TAIL_SHARE * load.total_s
@@ -228,10 +241,10 @@ class Policy:
             return None
         [tail] = options(request, prefill, self.tiers, chunk, self.traffic, (cut,))
         excess = max(tail.price_s - load.price_s, 0.0)
-        if excess > load.total_s or (
-            prefill.observed and not self.ledger.allows(excess, self.config.probe_budget, 4 * excess)
-        ):
+        free = not prefill.observed and self._tails < _TAILS_FREE
+        if excess > load.total_s or not (free or self.ledger.allows(excess, self.config.probe_budget, 4 * excess)):
             return None
+        self._tails += 1
         return tail
 
     def _deadline(self, chosen: Option, compute: Option) -> float:
@@ -247,6 +260,8 @@ class Policy:
     def _overlap(self, request: Request, load: Option, decision: Decision) -> Decision:
         config = self.config
         if not config.overlap or request.tokens - request.local < config.overlap_min_tokens:
+            return decision
+        if request.loading:  # they come back in the midst of it; `split` prices an engine of its own
             return decision
         c, fetch = decision.compute.compute.mean, load.load.mean
         if not c or not fetch or not 0.5 <= c / fetch <= 2.0 or decision.explored_s:
@@ -276,6 +291,8 @@ class Policy:
             due = fetch.observed == 0 or fetch.age >= self.config.probe_every or (fetch.unsettled and fetch.age > 1)
             if end <= used or not due or request.queued.get(tier, 0):
                 continue  # one at a time: a store that does not answer gets no heap of probes
+            if any(f.prior.via == tier for f in self.fetches.values()):
+                continue  # what others promote into is not read by a promotion
             if first >= used and first > request.local and not fetch.prior.via:
                 continue
             if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + fetch.fixed_s / 4:

@@ -62,13 +62,14 @@ class DynamoBlobConnector(OffloadingConnector):
             self._plans: dict[str, hooks.Plan] = {}
             self._chunk_bytes = int(self._kv_bytes())
             primary = getattr(self.scheduler.manager, "primary_tier", None)
-            if (
-                vllm_config.parallel_config.pipeline_parallel_size == 1
-            ):  # else a step that schedules nothing says nothing
-                pacing.install(
-                    getattr(self.scheduler.manager, "secondary_tiers", ()), lambda: bool(self.scheduler._jobs)
-                )
+            # in a pipeline a step that schedules nothing says nothing about what is computed
+            if vllm_config.parallel_config.pipeline_parallel_size == 1:
+                pacing.install(getattr(self.scheduler.manager, "secondary_tiers", ()), self.must_step)
             self._observed = Observed(Dram(primary, self._chunk_bytes) if primary is not None else None)
+
+    def must_step(self) -> bool:
+        """Whether only a step sees what comes next: copies between HBM and DRAM, over in milliseconds."""
+        return bool(self.scheduler._jobs)
 
     def _kv_bytes(self) -> int:
         primary = getattr(self.scheduler.manager, "primary_tier", None)
@@ -98,11 +99,6 @@ class DynamoBlobConnector(OffloadingConnector):
     def has_pending_push_work(self) -> bool:
         """Whether the engine goes on stepping without requests. Not once it is to end: chunks under way have their time in `shutdown`."""
         return not ending.told and super().has_pending_push_work()
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.connector_scheduler is not None:
-            hooks.close()
 
     def _plan(self, request: Request, local: int) -> hooks.Plan:
         """Asked once per request: a decision that changed while the request waits would waste both ways."""

@@ -7,7 +7,6 @@ A policy is a class named by `KvTiersConfig.policy` = {"class": ..., "module": .
     account() -> {counter: total}                      optional: predicted, actual and regret, for metrics
     load_deadline(request, default_s) -> float         optional: seconds a promotion for this request may take
     note_load(request, tier, nbytes, arrived, seconds, queued)   optional: a measured promotion; bytes, queued = asked before it
-    close()                                            optional: the engine ends
 """
 
 from __future__ import annotations
@@ -97,9 +96,3 @@ def note_load(request: str, tier: str, nbytes: int, arrived: int, seconds: float
     note = getattr(_current, "note_load", None)
     if note:
         note(request, tier, nbytes, arrived, seconds, queued)
-
-
-def close() -> None:
-    end = getattr(_current, "close", None)
-    if end:
-        end()

@@ -69,6 +69,9 @@ class OverlapConnector(CostConnector):
 
     # ---- what the scheduler asks
 
+    def must_step(self) -> bool:
+        return bool(self._tails) or super().must_step()
+
     def step_tokens(self) -> int | None:
         """Most tokens of the next step while a tail is under way: in one large step there is nothing to overlap."""
         return self._cost.policy.config.overlap_step_tokens if self._tails else None

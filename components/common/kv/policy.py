@@ -45,6 +45,9 @@ MODE_KEY = "kv_cost_mode"
 _LEAST_TOKENS = 64
 """Prefill tokens of a step from which its time says something about prefill."""
 _STATUS_S = 1.0
+_SAME_STEP_S = 0.005
+_REFUSALS = 32
+"""Requests in a row that may be refused a question to the store before one is asked whatever the odds."""
 _STEPS_OPEN = 16
 
 
@@ -142,7 +145,9 @@ class CostConnector(DynamoBlobConnector):
         self._last_end = 0.0
         self._busy_until_step = 0.0
         self._status_due = 0.0
-        self._found, self._asked = 1.0, 2.0
+        self._found, self._asked, self._refused = 1.0, 2.0, 0
+        self._told: set[str] = set()
+        self._soon: tuple[float, list[Loading]] = (0.0, [])
         self._spans = open_spans("dynamo-blob-kv")
 
     # ---- the decision
@@ -170,16 +175,18 @@ class CostConnector(DynamoBlobConnector):
         decision = policy.decide(
             Request(
                 request.num_tokens, local, held, self._wait_s(), self._decoding(), self._queued(),
-                status.max_load_tokens, now, self._loading(now),
+                status.max_load_tokens, now, self._loading(now), certain,
             )
         )  # fmt: skip
+        if decision.load_tokens and not certain and not self._worth_asking(decision):
+            decision = decision.instead("the index does not know, and asking is not worth it")
         load = decision.load_tokens
-        if load and not certain and not self._worth_asking(decision):
-            load = 0
+        if load:
+            self._soon[1].append(Loading(decision.chosen.load.mean, decision.chosen.compute.mean))
         self._open[rid] = _Open(decision, now, request.trace_headers)
         if load:
             self._cost.deadlines[rid] = decision.deadline_s
-        if decision.probe and certain:
+        if decision.probe:
             self._probe(status, local, held, decision)
         dram_only = load and held and local + load <= next((h.end for h in held if h.tier == DRAM), 0)
         return hooks.Plan(load, bool(load) and not dram_only)
@@ -214,11 +221,14 @@ class CostConnector(DynamoBlobConnector):
         return tuple(spans), certain
 
     def _worth_asking(self, decision: Decision) -> bool:
-        """An index that does not know may send a cold prompt to the store: asked only when the odds pay for it."""
+        """An index that does not know may send a cold prompt to the store: asked only when the odds pay for it, and now and
+        then all the same: who never asks does not hear that the odds have changed."""
         odds = self._found / self._asked
         gain = decision.compute.total_s - decision.chosen.total_s
         ask = min(f.fixed_s for f in self._cost.policy.fetches.values() if f.prior.via) if self._has_store() else 0.0
-        return odds * gain > (1 - odds) * ask
+        worth = odds * gain > (1 - odds) * ask or self._refused >= _REFUSALS
+        self._refused = 0 if worth else self._refused + 1
+        return worth
 
     def _has_store(self) -> bool:
         return any(f.prior.via for f in self._cost.policy.fetches.values())
@@ -243,12 +253,15 @@ class CostConnector(DynamoBlobConnector):
         return sum(prefill.seconds(n - done, done) for n, done in self._prompts.values() if done < n)
 
     def _loading(self, now: float) -> tuple[Loading, ...]:
-        """Requests whose load is under way: decided, not scheduled yet."""
-        return tuple(
-            Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
-            for rid, o in self._open.items()
-            if o.decision and o.decision.load_tokens and rid not in self._prompts
-        )
+        """Requests whose load is under way: decided, not scheduled yet. Looked up once for all that one step decides."""
+        if now - self._soon[0] > _SAME_STEP_S:
+            found = [
+                Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
+                for rid, o in self._open.items()
+                if o.decision and o.decision.load_tokens and rid not in self._prompts
+            ]
+            self._soon = (now, found)
+        return tuple(self._soon[1])
 
     def _decoding(self) -> int:
         return sum(1 for n, done in self._prompts.values() if done >= n)
@@ -293,7 +306,9 @@ class CostConnector(DynamoBlobConnector):
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         rid = request.request_id
         opened = self._open.get(rid)
-        if opened and opened.decision and opened.decision.load_tokens and rid in self._cost.deadlines:
+        asked = opened and opened.decision and opened.decision.load_tokens and rid in self._cost.deadlines
+        if asked and rid not in self._told:  # vLLM says it again, without tokens, when the load is there
+            self._told.add(rid)
             self._found = self._found * 0.95 + (num_external_tokens > 0)
             self._asked = self._asked * 0.95 + 1
         if num_external_tokens and rid not in self._cost.untaught:
@@ -337,12 +352,14 @@ class CostConnector(DynamoBlobConnector):
         self._open.pop(rid, None)
         self._prompts.pop(rid, None)
         self._copies.pop(rid, None)
+        self._told.discard(rid)
         self._cost.deadlines.pop(rid, None)
         self._cost.untaught.discard(rid)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Spans of the last second are sent, within a bound."""
-        if self._spans:
+        super().shutdown()
+        if self.connector_scheduler is not None and self._spans:
             self._spans.close()
 
     def _write_status(self) -> None:

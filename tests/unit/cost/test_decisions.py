@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.sim.grid import profile
 from components.common.cost.config import CostConfig, TierPrior
-from components.common.cost.decide import Held, Loading, Request, Tiers, best, cuts, options, play, split
+from components.common.cost.decide import Held, Loading, Request, Tiers, best, cuts, options, play, soonest, split
 from components.common.cost.fetch import Fetch
 from components.common.cost.policy import Policy
 from components.common.cost.prefill import Prefill
@@ -302,3 +302,59 @@ def test_cuts_respect_cap_and_chunks() -> None:
     assert cuts(on_blob(1000), CHUNK)[-1] == 896
     assert cuts(on_blob(1000, max_load_tokens=300), CHUNK)[-1] == 256
     assert cuts(on_blob(1000, max_load_tokens=0), CHUNK) == [0]
+
+
+def test_what_others_promote_into_is_not_probed() -> None:
+    """A prefix in DRAM that is recomputed: reading it "in the background" reads nothing and would be charged for ever."""
+    policy = Policy(config(0.05e9))
+    for i in range(500):
+        short = Request(256 + 128 * (i % 6), held=(Held("dram", 256),))
+        assert policy.decide(short).probe is None
+    declined = sum(policy.decide(on_blob(32_768)).probe is not None for _ in range(50))
+    assert declined >= 5, "the budget is there for a tier that can be read"
+
+
+def test_nothing_is_probed_or_charged_where_the_index_does_not_know() -> None:
+    policy = Policy(config(0.05e9))
+    assert all(policy.decide(on_blob(32_768, certain=False)).probe is None for _ in range(50))
+    assert policy.ledger.probes == 0 and policy.decide(on_blob(32_768)).probe is not None
+
+
+def test_a_decision_undone_by_its_caller_is_a_recompute_in_every_field() -> None:
+    d = Policy(config(30e9)).decide(on_blob(65_536))
+    assert d.load_tokens
+    undone = d.instead("why")
+    assert (undone.load_tokens, undone.chosen, undone.deadline_s, undone.overlap_from) == (0, d.compute, math.inf, None)
+    assert undone.other_s == d.chosen.total_s and undone.attributes()["kv.cost.reason"] == "why"
+
+
+def test_overlap_is_not_planned_beside_others_that_load() -> None:
+    policy = Policy(config(5e9, overlap=True))
+    for _ in range(4):  # else the end of the prompt is computed to measure it
+        policy.computed(8_192, 0, policy.prefill.seconds(8_192))
+    assert policy.decide(on_blob(8_192, loading=(Loading(0.0, 0.5),))).overlap_from is None
+
+
+def test_a_crowd_that_loads_keeps_the_engine_busy_whole() -> None:
+    """What is looked at one by one is bounded, what is reckoned with is not."""
+    crowd = tuple(Loading(i / 100, 0.1) for i in range(1000))
+    d = Policy(config(2e9)).decide(on_blob(32_768, loading=crowd))
+    assert d.chosen.total_s > 90, "a hundred seconds of prefill come first"
+    assert [len(soonest(crowd[:n])) for n in (0, 32, 33, 1000)] == [0, 32, 33, 33]
+    assert sum(x.compute_s for x in soonest(crowd)) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 128])
+def test_ends_tried_while_prefill_is_unknown_are_long_enough_and_few(chunk: int) -> None:
+    """An engine whose steps of fewer than 64 tokens are not measured, and one that never measures any."""
+    ten = profile("h200-32b")
+    slow = ten.model_copy(update={"curve": tuple(p.model_copy(update={"seconds": 10 * p.seconds}) for p in ten.curve)})
+    policy = Policy(config(30e9, chunk_tokens=chunk).model_copy(update={"hardware": slow}))
+    tried = []
+    for i in range(200):
+        d = policy.decide(on_blob(2_048, at=float(i)))
+        if d.reason.startswith("exploring"):
+            tried.append(2_048 - d.load_tokens)
+        policy.finished(d, d.chosen.total_s)
+    assert tried and min(tried) >= 64
+    assert policy.ledger.explored_s < 0.1 * 200 * d.chosen.total_s
