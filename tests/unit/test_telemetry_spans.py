@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,20 @@ def test_a_collector_that_is_silent_costs_a_bounded_queue(monkeypatch: pytest.Mo
         mine.close(0.5)
         assert time.monotonic() - began < 5
     wait_for(lambda: not any(t.name.startswith("OtelBatch") for t in threading.enumerate()), 30, "its thread ends")
+
+
+def test_the_end_of_an_engine_sends_its_last_spans() -> None:
+    """vLLM ends a connector by `shutdown`, in the scheduler's process and in each worker's; only the former has spans."""
+    from components.common.kv.policy import CostConnector
+
+    said: list[str] = []
+    part = SimpleNamespace(shutdown=lambda: said.append("part"))
+    scheduler: Any = object.__new__(CostConnector)
+    scheduler.connector_worker, scheduler.connector_scheduler = None, part
+    scheduler._spans = SimpleNamespace(close=lambda: said.append("spans"))
+    scheduler.shutdown()
+    assert said == ["part", "spans"]
+    worker: Any = object.__new__(CostConnector)
+    worker.connector_worker, worker.connector_scheduler = part, None
+    worker.shutdown()
+    assert said == ["part", "spans", "part"]
