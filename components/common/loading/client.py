@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import socket
 import time
@@ -13,6 +14,7 @@ from components.common.errors import DynamoBlobError
 from components.common.messages.weights import Release, Sources
 
 _POLL_S = 0.05
+_LIMIT = 256 << 20  # a manifest has 70 bytes per range, sources some 200
 
 
 class _Unix(http.client.HTTPConnection):
@@ -34,6 +36,26 @@ def connect(address: str, timeout: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(host, int(port), timeout=timeout)
 
 
+class _Until(io.RawIOBase):
+    """What comes from a socket until a point in time (time.monotonic()); TimeoutError then."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._end = sock, end
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer did not end in time")
+        self._sock.settimeout(left)
+        return self._sock.recv_into(buffer)
+
+
 class ServiceGone(Exception):
     """The weight service does not answer (it is not there, died, or is late)."""
 
@@ -44,13 +66,23 @@ class ServiceClient:
     def __init__(self, address: str, timeout_s: float = 5.0) -> None:
         self.address, self.timeout_s = address, timeout_s
 
-    def get(self, path: str, timeout_s: float | None = None) -> bytes:
+    def get(self, path: str, timeout_s: float | None = None, limit: int = _LIMIT) -> bytes:
+        """The body. ServiceGone when it has more than `limit` bytes, or did not end in time: one that sends a byte now
+        and then holds nobody up. (A name with several addresses may cost the time once for each to connect.)"""
+        timeout = timeout_s or self.timeout_s
         try:
-            connection = connect(self.address, timeout_s or self.timeout_s)
+            connection = connect(self.address, timeout)
+            end = time.monotonic() + timeout
             try:
                 connection.request("GET", path)
-                answer = connection.getresponse()
-                body = answer.read()
+                sock: Any = _Until(connection.sock, end)
+                answer = http.client.HTTPResponse(sock, method="GET")
+                answer.begin()
+                body = answer.read(limit + 1)
+                if len(body) > limit:
+                    raise http.client.HTTPException(f"more than {limit} bytes")
+                if answer.length:
+                    raise http.client.IncompleteRead(body, answer.length)
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException) as e:

@@ -52,7 +52,7 @@ class InFlight:
             self._done += 1
             if self._done >= max(4, self.limit):
                 self._look()
-            self._gate.notify()
+            self._gate.notify_all()  # one that waits in `transfer` may not be able to use it
 
     @contextmanager
     def transfer(self, again: bool, stopped: Callable[[], bool]) -> Iterator[None]:
