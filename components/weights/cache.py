@@ -174,6 +174,10 @@ class NodeCache:
             elif fd < 0:
                 self._sealed.pop(sealed.file.blake3, None)
 
+    def unaltered(self, entry: Entry) -> bool:
+        """A complete file looks as it did when it was verified; `lease` drops one that does not."""
+        return entry.state != "present" or _stat(entry.path) == entry.stat
+
     def altered(self, entry: Entry) -> None:
         """The file is not what was verified: nobody finds it any more."""
         with self._lock:

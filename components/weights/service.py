@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -108,16 +107,18 @@ class WeightService:
             self.filler.peers = self.peers
 
     def claim(self, by: str, digest: str, index: int) -> dict[str, Any]:
-        """A peer asks before it reads a range from Blob: ready | busy | free. With "ready" comes the offer, unless it
-        would have to wait for it."""
+        """A peer asks before it reads a range from Blob: ready | busy | free. With "ready" comes the offer, if the file is
+        registered already: a claim waits for nothing and makes nothing. Else the peer asks for the range."""
         self._range_of(digest, index)
         entry = self.cache.entry(digest) if self.cache else None
         ready = entry is not None and bool(entry.ready[index])
         self.count("claims")
         answer: dict[str, Any] = {"state": self.peers.claimed(by, digest, index, ready) if self.peers else "free"}
-        if answer["state"] == "ready" and self.wire is not None and self.wire.ready:
-            with contextlib.suppress(DynamoBlobError):  # then it asks for the range, and hears why not
-                answer["offer"] = self.offer(digest, index, 0.0)
+        if ready and entry is not None and self.cache is not None and self.wire is not None:
+            found = self.wire.offered(entry) if self.cache.unaltered(entry) else None
+            if answer["state"] == "ready" and found is not None:
+                self.count("offers")
+                answer["offer"] = {**found, "have": _have(entry)}
         return answer
 
     def offer(self, digest: str, index: int, wait_s: float) -> dict[str, Any]:
@@ -140,8 +141,8 @@ class WeightService:
                     "WEIGHTS-PEER-LATE", "the range is not here in time", where=self.config.name
                 )
             self.count("offers")
-            have = sum(1 << i for i, there in enumerate(bytes(entry.ready)) if there)
-            return {**self.wire.offer(entry), "have": f"{have:x}"}
+            have = _have(entry)
+            return {**self.wire.offer(entry), "have": have}
         finally:
             self.cache.release(entry)
 
@@ -258,6 +259,11 @@ class WeightService:
             self.cache.close()
         if self.found:
             self.found.reader.close()
+
+
+def _have(entry: Entry) -> str:
+    """See components.weights.offers."""
+    return f"{sum(1 << i for i, there in enumerate(bytes(entry.ready)) if there):x}"
 
 
 class Pinned:

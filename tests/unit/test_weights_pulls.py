@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from components.common.loading.report import Report
 from components.weights.peers import Peers
+from components.weights.service import WeightService
 from components.weights.wire import Wire
 from tests.kvtools.proxy import wait_for
 
@@ -335,3 +336,23 @@ def test_replaced_memory_stays_until_its_offers_are_over(
     wait_for(lambda: len(released) == 2)
     assert s.wire.offered(entries[1]) is None and len(s.wire._kept) == 2
     assert s.wire.offer(entries[0])["address"] == offers[0]["address"], "the thread lives"
+
+
+def test_a_claim_waits_for_nothing_and_makes_nothing(
+    service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had registered the file, up to 5 s on NIXL's thread, and leased it, which may evict another."""
+    s, entry = service(), SimpleNamespace(file=FILE, array=np.zeros(RANGE, np.uint8), ready=bytearray([1, 0, 1]))
+    unaltered = True
+    cache = SimpleNamespace(entry=lambda digest: entry, unaltered=lambda entry: unaltered, pin=lambda entry: None)
+    monkeypatch.setattr(s.wire, "cache", cache)
+    weights: Any = WeightService.__new__(WeightService)
+    weights.cache, weights.wire, weights.peers, weights.count = cache, s.wire, s.peers, lambda name: None
+    weights._range_of = lambda digest, index: FILE
+    assert weights.claim("other", FILE.blake3, 0) == {"state": "ready"}
+    assert len(Agent.made.registered) == 1, "the landing slots"
+    known = s.wire.offer(entry)  # somebody asked for the range
+    assert weights.claim("other", FILE.blake3, 0) == {"state": "ready", "offer": {**known, "have": "5"}}
+    assert weights.claim("other", FILE.blake3, 1) == {"state": "free"}
+    unaltered = False
+    assert weights.claim("other", FILE.blake3, 0) == {"state": "ready"}
