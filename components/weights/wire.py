@@ -38,6 +38,7 @@ _POLL_S = 0.0005
 _START_S = 60.0
 _IDLE_S = 30.0  # a file not asked for by peers so long is no longer registered (and so no longer pinned)
 _SWEEP_S = 5.0
+_STUMBLE_S = 0.1
 _GRACE_S = 1.0  # how long after its deadline a pull waits for the thread to end it
 
 
@@ -206,6 +207,7 @@ class Wire:
                 going = self._step()
             except Exception:  # whatever it is: every pull and offer of this service waits for this thread
                 log.exception("NIXL's thread goes on")
+                time.sleep(_STUMBLE_S)
         for p in self._flying:
             p.end("the service stops", late=True)
 
@@ -219,7 +221,7 @@ class Wire:
                 self._register(command)
             elif self._begin(command):
                 self._flying.append(command)
-        self._flying = [p for p in self._flying if not self._look(p)]
+        self._flying = [p for p in self._flying if not self._watched(p)]
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
             self._sweep()
@@ -282,12 +284,21 @@ class Wire:
         """NIXL forgets an agent by itself when it loses it, so its metadata is loaded again before the next pull."""
         self._known = {digest: a for digest, a in self._known.items() if a != agent}
 
+    def _watched(self, pull: _Pull) -> bool:
+        """`_look`, and no pull is looked at again because another one stumbled: a slot would be free twice."""
+        try:
+            return self._look(pull)
+        except Exception as e:
+            log.exception("a pull from %s", pull.agent)
+            pull.end(f"{type(e).__name__}: {e}", late=True)
+            return False
+
     def _look(self, pull: _Pull) -> bool:
         """True once nothing of this pull is left to watch."""
         now = time.monotonic()
         try:
             state = self._agent.check_xfer_state(pull.handle)
-        except Exception as e:  # says nothing about whether it goes on: late, though most are over by now
+        except Exception as e:  # does not say that it is over: late, and asked again; in the end `_let_go` decides
             state = f"{type(e).__name__}: {e}"
             self._disconnected(pull.agent)
             pull.end(state, late=True)
