@@ -39,6 +39,12 @@ _OTHER_PROBES = 2
 """Every so manyth probe has four times that size (a quarter, where it would be too much): probes of one size cannot tell
 latency from rate, and a fit that takes the one for the other sizes its probes so small that it never finds out."""
 
+_SCOUT_EVERY = 12
+"""Requests after which a declined tier is looked at with one chunk though the budget is spent: behind a slow store one
+chunk costs more than the budget brings in, and that it has become fast would never be seen."""
+_SCOUT_SHARE = 0.25
+"""Of the seconds served since the last probe: most that such a look may take. Nobody waits for it."""
+
 
 class Probe(NamedTuple):
     """Read `tokens` of the prompt from `tier` in the background: nobody waits for it, it only measures."""
@@ -105,6 +111,7 @@ class Policy:
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
         self._tails = 0
+        self._scouted_s = 0.0
 
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
@@ -307,7 +314,11 @@ class Policy:
             seconds = fetch.seconds(tokens * per)
             budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
             if fetch.observed and not self.ledger.allows(seconds, budget, 4 * seconds):
-                continue
+                lately = self.ledger.served_s - self._scouted_s
+                due = fetch.unsettled or fetch.age >= _SCOUT_EVERY
+                if tokens > chunk or not due or seconds > _SCOUT_SHARE * lately:
+                    continue
+            self._scouted_s = self.ledger.served_s
             self.ledger.probe(seconds, tokens * per)
             return Probe(tier, tokens)
         return None

@@ -358,3 +358,34 @@ def test_ends_tried_while_prefill_is_unknown_are_long_enough_and_few(chunk: int)
         policy.finished(d, d.chosen.total_s)
     assert tried and min(tried) >= 64
     assert policy.ledger.explored_s < 0.1 * 200 * d.chosen.total_s
+
+
+def test_a_slow_store_that_becomes_fast_is_found_out_though_a_chunk_costs_more_than_the_budget() -> None:
+    """As measured with SmolLM2: one chunk takes 2.4 s at 2.5 MB/s, a request 2 to 4 s; it was never looked at again."""
+    policy = Policy(
+        CostConfig(
+            hardware=profile("cpu-smollm2"),
+            tiers=(
+                TierPrior(name="dram", fixed_s=0.02, bytes_per_s=3e9, spread=1.0),
+                TierPrior(name="blob", fixed_s=0.05, bytes_per_s=20e6, spread=1.0, via="dram"),
+            ),
+        )
+    )
+    per, at = policy.config.hardware.kv_bytes_per_token, 0.0
+    for rate, faster in ((2.5e6, "compute"), (30e6, "load"), (6e6, "compute"), (30e6, "load")):
+        taken = []
+        for i in range(28):
+            tokens = (513, 1025)[i % 2]
+            d = policy.decide(on_blob(tokens, at=at))
+            read = d.load_tokens or (d.probe.tokens if d.probe else 0)
+            load_s = 0.03 + read * per / rate
+            if read:
+                policy.fetched("blob", read * per, load_s)
+            compute_s = policy.prefill.seconds(tokens - d.load_tokens, d.load_tokens)
+            if tokens - d.load_tokens >= 64:
+                policy.computed(tokens - d.load_tokens, d.load_tokens, compute_s)
+            seconds = compute_s + (load_s if d.load_tokens else 0.0)
+            policy.finished(d, seconds)
+            at += seconds
+            taken.append("load" if d.load_tokens else "compute")
+        assert taken[20:] == [faster] * 8, (rate, taken)
