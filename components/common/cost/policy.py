@@ -42,7 +42,7 @@ latency from rate, and a fit that takes the one for the other sizes its probes s
 _SCOUT_EVERY = 12
 """Requests after which a declined tier is looked at with one chunk though the budget is spent: behind a slow store one
 chunk costs more than the budget brings in, and that it has become fast would never be seen."""
-_SCOUT_SHARE = 0.25
+_SCOUT_SHARE = 0.5
 """Of the seconds served since the last probe: most that such a look may take. Nobody waits for it."""
 
 
