@@ -111,7 +111,7 @@ class Policy:
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
         self._tails = 0
-        self._scouted_s = 0.0
+        self._served_at_probe_s = 0.0
 
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
@@ -314,11 +314,11 @@ class Policy:
             seconds = fetch.seconds(tokens * per)
             budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
             if fetch.observed and not self.ledger.allows(seconds, budget, 4 * seconds):
-                lately = self.ledger.served_s - self._scouted_s
-                due = fetch.unsettled or fetch.age >= _SCOUT_EVERY
-                if tokens > chunk or not due or seconds > _SCOUT_SHARE * lately:
+                lately = self.ledger.served_s - self._served_at_probe_s
+                look = fetch.unsettled or fetch.age >= _SCOUT_EVERY
+                if tokens > chunk or not look or seconds > _SCOUT_SHARE * lately:
                     continue
-            self._scouted_s = self.ledger.served_s
+            self._served_at_probe_s = self.ledger.served_s
             self.ledger.probe(seconds, tokens * per)
             return Probe(tier, tokens)
         return None
