@@ -19,6 +19,11 @@ class TierPrior(Config):
     bytes_per_s: float = Field(gt=0, description="bytes per second of one worker")
     spread: float = Field(1.0, gt=0, description="relative standard deviation of both numbers; 1.0 = little is known")
     via: str = Field("", description="tier that every byte passes on its way up; dram for blob")
+    lanes: int = Field(
+        1,
+        ge=1,
+        description="chunks read at the same time; fewer at once see a part of the rate only, so a look is as wide",
+    )
 
 
 class CurvePoint(Config):

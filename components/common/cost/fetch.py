@@ -18,6 +18,7 @@ class Fetch:
         self.prior = prior
         self._fit = Fit((prior.fixed_s, 1 / prior.bytes_per_s), (prior.spread, prior.spread), window=24)
         self._seen = 0
+        self._newest = (0, 0.0)
 
     @property
     def fixed_s(self) -> float:
@@ -49,6 +50,13 @@ class Fetch:
     def seconds(self, nbytes: int, queued: int = 0) -> float:
         return self._fit.seconds((1.0, float(nbytes + queued))) if nbytes > 0 else 0.0
 
+    def look_s(self, nbytes: int) -> float:
+        """Seconds that reading `nbytes` to measure may take: while a change is suspected the newest measurement says it."""
+        last, seconds = self._newest
+        if not self.unsettled or not last:
+            return self.seconds(nbytes)
+        return seconds * max(1.0, nbytes / last)
+
     def predict(self, nbytes: int, queued: int = 0) -> Estimate:
         if nbytes <= 0:
             return Estimate(0.0, 0.0)
@@ -71,6 +79,7 @@ class Fetch:
         self._fit.observe((1.0, float(nbytes + queued)), seconds)
         if self._fit.observed > before:
             self._seen = max(self._seen, nbytes + queued)
+            self._newest = (nbytes + queued, seconds)
 
     def gave_up(self, nbytes: int, arrived: int, seconds: float, queued: int = 0) -> None:
         """Of a load of `nbytes` only `arrived` bytes were there after `seconds`: it would have taken that much longer.

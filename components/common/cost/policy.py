@@ -40,8 +40,8 @@ _OTHER_PROBES = 2
 latency from rate, and a fit that takes the one for the other sizes its probes so small that it never finds out."""
 
 _SCOUT_EVERY = 12
-"""Requests after which a declined tier is looked at with one chunk though the budget is spent: behind a slow store one
-chunk costs more than the budget brings in, and that it has become fast would never be seen."""
+"""Requests after which a declined tier is looked at with one chunk a lane though the budget is spent: behind a slow store
+that costs more than the budget brings in, and that it has become fast would never be seen."""
 _SCOUT_SHARE = 0.5
 """Of the seconds served since the last probe: most that such a look may take. Nobody waits for it."""
 
@@ -308,15 +308,16 @@ class Policy:
             sized = min(self.config.probe_bytes, int(_PROBE_LATENCIES * fetch.fixed_s * fetch.bytes_per_s))
             if self.ledger.probes % _OTHER_PROBES:
                 sized = sized // 4 if sized == self.config.probe_bytes else min(self.config.probe_bytes, 4 * sized)
-            tokens = max(chunk, min(sized // per, end - first) // chunk * chunk)
+            wide = min(fetch.prior.lanes * chunk, self.config.probe_bytes // per // chunk * chunk, end - first)
+            tokens = max(chunk, wide // chunk * chunk, min(sized // per, end - first) // chunk * chunk)
             if tokens > end - first:
                 continue
-            seconds = fetch.seconds(tokens * per)
+            seconds = fetch.look_s(tokens * per)
             budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
             if fetch.observed and not self.ledger.allows(seconds, budget, 4 * seconds):
                 lately = self.ledger.served_s - self._served_at_probe_s
                 look = fetch.unsettled or fetch.age >= _SCOUT_EVERY
-                if tokens > chunk or not look or seconds > _SCOUT_SHARE * lately:
+                if tokens > max(chunk, wide) or not look or seconds > _SCOUT_SHARE * lately:
                     continue
             self._served_at_probe_s = self.ledger.served_s
             self.ledger.probe(seconds, tokens * per)

@@ -62,10 +62,16 @@ class CostPolicy:
         self.untaught: set[str] = set()
         self.overlapped = 0
 
-    def bind(self, bytes_per_token: int, chunk_tokens: int, step_tokens: int) -> None:
-        """What only the running engine knows; called before the first request."""
+    def bind(self, bytes_per_token: int, chunk_tokens: int, step_tokens: int, lanes: Mapping[str, int] = {}) -> None:
+        """What only the running engine knows; called before the first request. `lanes` by tier, where the config has none."""
         hardware = self.config.hardware.model_copy(update={"kv_bytes_per_token": bytes_per_token})
-        self.config = self.config.model_copy(update={"hardware": hardware, "chunk_tokens": chunk_tokens})
+        tiers = tuple(
+            t if "lanes" in t.model_fields_set else t.model_copy(update={"lanes": lanes.get(t.name, 1)})
+            for t in self.config.tiers
+        )
+        self.config = self.config.model_copy(
+            update={"hardware": hardware, "tiers": tiers, "chunk_tokens": chunk_tokens}
+        )
         self.policy = Policy(self.config, step_tokens)
 
     def plan(self, request_info: hooks.RequestInfo) -> hooks.Plan:
@@ -136,7 +142,8 @@ class CostConnector(DynamoBlobConnector):
         self._chunk = groups[self._group].tokens_per_chunk
         # Every full-attention group has a row for every chunk; windows and states add a constant that `fixed_s` learns.
         per_token = max(1, round(sum(self._chunk_bytes / groups[i].tokens_per_chunk for i in full)))
-        self._cost.bind(per_token, self._chunk, vllm_config.scheduler_config.max_num_batched_tokens)
+        lanes = {t.store: max(t.config.threads // len(groups), 1) for t in self._ours() if t.store == "blob"}
+        self._cost.bind(per_token, self._chunk, vllm_config.scheduler_config.max_num_batched_tokens, lanes)
         self._per_token = per_token
         self._open: dict[str, _Open] = {}
         self._prompts: dict[str, tuple[int, int]] = {}
@@ -205,8 +212,8 @@ class CostConnector(DynamoBlobConnector):
         if at > first:
             spans.append(Held(DRAM, at * self._chunk))
         certain = True
-        for tier in getattr(manager, "secondary_tiers", ()):
-            if not isinstance(tier, DynamoBlobTier) or not context.load_tier_filter.allows(tier.medium, tier.locality):
+        for tier in self._ours():
+            if not context.load_tier_filter.allows(tier.medium, tier.locality):
                 continue
             start = at
             while at < len(keys):
@@ -267,8 +274,11 @@ class CostConnector(DynamoBlobConnector):
         return sum(1 for n, done in self._prompts.values() if done >= n)
 
     def _queued(self) -> dict[str, int]:
+        return {t.store: t.loading_bytes for t in self._ours()}
+
+    def _ours(self) -> list[DynamoBlobTier]:
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
-        return {t.store: t.loading_bytes for t in tiers if isinstance(t, DynamoBlobTier)}
+        return [t for t in tiers if isinstance(t, DynamoBlobTier)]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         if scheduler_output.total_num_scheduled_tokens:

@@ -389,3 +389,41 @@ def test_a_slow_store_that_becomes_fast_is_found_out_though_a_chunk_costs_more_t
             at += seconds
             taken.append("load" if d.load_tokens else "compute")
         assert taken[20:] == [faster] * 8, (rate, taken)
+
+
+@pytest.mark.parametrize("lengths", [(513,), (513, 1025), (1025, 2049)])
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_a_store_whose_connections_are_slow_one_by_one_is_found_out_by_looks_as_wide_as_loads(
+    lengths: tuple[int, ...], lanes: int
+) -> None:
+    """As on the engine: a chunk travels over one connection, so that a look with one sees a fraction of the rate."""
+    policy = Policy(
+        CostConfig(
+            hardware=profile("cpu-smollm2"),
+            tiers=(
+                TierPrior(name="dram", fixed_s=0.02, bytes_per_s=3e9, spread=1.0),
+                TierPrior(name="blob", fixed_s=0.05, bytes_per_s=20e6, spread=1.0, via="dram", lanes=lanes),
+            ),
+        )
+    )
+    per, at, looked = policy.config.hardware.kv_bytes_per_token, 0.0, 0.0
+    for times_lanes, faster in ((0.6e6, "compute"), (15e6, "load"), (0.6e6, "compute"), (8e6, "load")):
+        rate = times_lanes * lanes
+        taken = []
+        for i in range(28):
+            tokens = lengths[i % len(lengths)]
+            d = policy.decide(on_blob(tokens, at=at))
+            read = d.load_tokens or (d.probe.tokens if d.probe else 0)
+            load_s = 0.03 + -(-read // (128 * lanes)) * 128 * per * lanes / rate
+            if read:
+                policy.fetched("blob", read * per, load_s)
+            looked += load_s if d.probe and not d.load_tokens else 0.0
+            compute_s = policy.prefill.seconds(tokens - d.load_tokens, d.load_tokens)
+            if tokens - d.load_tokens >= 64:
+                policy.computed(tokens - d.load_tokens, d.load_tokens, compute_s)
+            seconds = compute_s + (load_s if d.load_tokens else 0.0)
+            policy.finished(d, seconds)
+            at += seconds
+            taken.append("load" if d.load_tokens else "compute")
+        assert taken[20:] == [faster] * 8, (rate, taken)
+    assert looked < 0.5 * at
