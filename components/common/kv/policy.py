@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -31,6 +31,7 @@ from components.common.telemetry.spans import open_spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -281,8 +282,7 @@ class CostConnector(DynamoBlobConnector):
         return [t for t in tiers if isinstance(t, DynamoBlobTier)]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            self._steps.append(self._step(scheduler_output))
+        self._steps.append(self._step(scheduler_output))
         for rid in scheduler_output.finished_req_ids:
             self._forget(rid)
         if self._cost.status_file and time.monotonic() >= self._status_due:
@@ -327,21 +327,26 @@ class CostConnector(DynamoBlobConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         now = time.monotonic()
-        computing = False
-        if self._steps:
-            step = self._steps.popleft()
-            computing = step.tokens > 0
-            seconds = now - max(step.at, self._last_end)
-            if step.tokens >= _LEAST_TOKENS and step.teach:
-                self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
-            for rid in step.ends:
-                self._first_token(rid, now)
+        computing = bool(self._steps) and self._steps[0].tokens > 0
         for rid in connector_output.finished_recving or ():
             copied = self._copies.pop(rid, None)
             if copied and not computing:  # beside a forward pass it would measure the pass
                 self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
-        self._last_end = now
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """vLLM asks once for every output it handles, in the order of the steps; for some steps it says nothing else."""
+        if self._steps:
+            self._step_over(self._steps.popleft(), time.monotonic())
+        return super().take_events()
+
+    def _step_over(self, step: _Step, now: float) -> None:
+        if step.tokens >= _LEAST_TOKENS and step.teach:
+            seconds = now - max(step.at, self._last_end)
+            self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
+        for rid in step.ends:
+            self._first_token(rid, now)
+        self._last_end = now
 
     def _first_token(self, rid: str, now: float) -> None:
         opened = self._open.pop(rid, None)

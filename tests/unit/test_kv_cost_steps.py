@@ -1,0 +1,99 @@
+"""P4: a step's time is taken from that step, also where the next ones are scheduled before its output is there."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from components.common.kv import policy as engine_policy
+from components.common.kv.connector import DynamoBlobConnector
+from components.common.kv.policy import CostConnector
+
+
+class Bench:
+    """The connector's account of steps on a clock of ours; vLLM's part is the order of the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.seen = 100.0, list[tuple[int, float]]()
+        monkeypatch.setattr(engine_policy.time, "monotonic", lambda: self.now)
+        for name, result in (("build_connector_meta", None), ("update_connector_output", None), ("take_events", ())):
+            monkeypatch.setattr(DynamoBlobConnector, name, lambda *a, result=result: result)
+        prefill = SimpleNamespace(observe_step=lambda tokens, pairs, reach, s, d: self.seen.append((tokens, s)))
+        fetched: list[tuple[Any, ...]] = []
+        self.fetched = fetched
+        c = self.connector = object.__new__(CostConnector)
+        c._steps, c._prompts, c._open, c._copies, c._told = deque(maxlen=16), {}, {}, {}, set()
+        c._last_end, c._status_due = 0.0, 0.0
+        c._cost = SimpleNamespace(
+            status_file="", untaught=set(), deadlines={},
+            policy=SimpleNamespace(prefill=prefill, fetched=lambda *a: fetched.append(a)),
+        )  # type: ignore[assignment]  # fmt: skip
+
+    def schedule(self, tokens: int) -> None:
+        rid = f"r{len(self.connector._prompts)}"
+        new = [SimpleNamespace(req_id=rid, prompt_token_ids=[0] * tokens, num_computed_tokens=0)] if tokens else []
+        out: Any = SimpleNamespace(
+            total_num_scheduled_tokens=tokens, scheduled_new_reqs=new, finished_req_ids=set(),
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            num_scheduled_tokens={rid: tokens} if tokens else {},
+        )  # fmt: skip
+        self.connector.build_connector_meta(out)
+
+    def output(self, *, transfers: bool, received: str = "") -> None:
+        """What `Scheduler.update_from_output` does: the transfers only where there are some, then the events."""
+        if transfers or received:
+            said: Any = SimpleNamespace(finished_recving={received} if received else set(), finished_sending=set())
+            self.connector.update_connector_output(said)
+        self.connector.take_events()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+@pytest.mark.parametrize("transfers", [False, True])
+def test_steps_without_tokens_do_not_take_the_time_of_the_next(bench: Bench, transfers: bool) -> None:
+    """Two scheduled ahead: one empty, one of 512 tokens that takes two seconds."""
+    bench.schedule(0)
+    bench.schedule(512)
+    bench.now += 0.1
+    bench.output(transfers=transfers)  # of the empty one
+    bench.schedule(1024)
+    bench.now += 2.0
+    bench.output(transfers=True)
+    bench.now += 4.0
+    bench.output(transfers=True)
+    assert bench.seen == [(512, pytest.approx(2.0)), (1024, pytest.approx(4.0))]
+
+
+def test_an_output_without_transfers_ends_its_step(bench: Bench) -> None:
+    bench.schedule(512)
+    bench.now += 2.0
+    bench.output(transfers=False)
+    bench.schedule(1024)
+    bench.now += 4.0
+    bench.output(transfers=True)
+    assert bench.seen == [(512, pytest.approx(2.0)), (1024, pytest.approx(4.0))]
+
+
+def test_a_copy_is_measured_only_where_nothing_is_computed_beside_it(bench: Bench) -> None:
+    bench.connector._copies = {"a": (bench.now, 1000), "b": (bench.now, 2000)}
+    bench.schedule(512)
+    bench.schedule(0)
+    bench.now += 1.0
+    bench.output(transfers=False, received="a")
+    bench.output(transfers=False, received="b")
+    assert bench.fetched == [("dram", 2000, pytest.approx(1.0))]
+
+
+def test_vllm_asks_for_events_once_an_output() -> None:
+    """The one call that comes with every output; when it moves, the pairing of steps and outputs moves with it."""
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert source.count("self.connector.take_events()") == 1
+    assert source.index("_update_from_kv_xfer_finished(") < source.index("self.connector.take_events()")
