@@ -14,7 +14,7 @@ Each service begins with the ranges that it owns, so that N starting at once spr
 
 Who says "ready" also says which other ranges of the file it has, and how to read them. For some seconds these are
 pulled without asking again: a range costs two requests, hence milliseconds of both interpreters, only while its peer
-is itself filling. A peer may have changed or stopped since: no peer has more than half of our landing slots, the first
+is itself filling. A peer may have changed or stopped since: of several none has more than half of our landing slots, the first
 pull that is late ends all its offers, and wrong bytes are its lie only under an offer made for this very range.
 """
 
@@ -88,7 +88,8 @@ class Peers:
         self._have: dict[tuple[str, str], Have] = {}  # by peer and file
         self._pulling: Counter[str] = Counter()  # pulls on their way, those that are late included
         self._late: Counter[str] = Counter()
-        self._most = max(1, wire.pool.count // 2) if wire else 1  # of one peer at once: one that hangs leaves slots
+        # Landing slots of one peer at once: one that hangs leaves half of them to the others, where there are others.
+        self._most = max(1, wire.pool.count // min(2, len(self.addresses) or 1)) if wire else 1
         self._room = threading.Condition(self._lock)
         self.marked: dict[str, str] = {}
         self._liars: dict[str, tuple[str, float]] = {}  # those marked: their agent, and when to look for another one

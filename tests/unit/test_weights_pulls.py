@@ -170,6 +170,33 @@ def test_a_peer_that_hangs_does_not_take_the_place_of_one_that_is_well(service: 
     assert not [key for key in s.peers._have if key[0] == s.others[0].address]
 
 
+@pytest.mark.parametrize(("peers", "most"), [(1, SLOTS), (2, SLOTS // 2)])
+def test_the_only_peer_may_have_all_landing_slots(service: Callable[..., Service], peers: int, most: int) -> None:
+    """There is nobody to leave them to; with half of them pulls from one peer ran at three quarters of NIXL's rate."""
+    s = service(*[ready("well")] * peers)
+    go, reading = threading.Event(), set[int]()
+
+    def state(agent: str, address: int) -> str:
+        return "DONE" if go.is_set() else "PROC"
+
+    Agent.made.state = state
+    pull = s.wire.pull
+
+    def counted(offer: Any, begin: int, *more: Any) -> Any:
+        reading.add(begin)
+        return pull(offer, begin, *more)
+
+    s.wire.pull = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(RANGES) as pool:
+        asked = [pool.submit(s.fetch, i) for i in range(RANGES)]
+        wait_for(lambda: len(reading) == most * peers)
+        time.sleep(0.1)
+        assert len(reading) == most * peers
+        assert all(n <= most for n in s.peers._pulling.values())
+        go.set()
+        assert sum(a.result() for a in asked) >= most * peers
+
+
 def test_no_landing_slot_is_our_own_lack(service: Callable[..., Service]) -> None:
     s = service(ready("well"))
     for _ in range(SLOTS):
