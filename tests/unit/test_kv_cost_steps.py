@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from components.common.kv import policy as engine_policy
 from components.common.kv.connector import DynamoBlobConnector
 from components.common.kv.policy import CostConnector
+from components.common.kv.steps import Steps
 
 
 class Bench:
     """The connector's account of steps on a clock of ours; vLLM's part is the order of the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.seen = 100.0, list[tuple[int, float]]()
+        self.now, self.requests, self.seen = 100.0, 0, list[tuple[int, float]]()
         monkeypatch.setattr(engine_policy.time, "monotonic", lambda: self.now)
         for name, result in (("build_connector_meta", None), ("update_connector_output", None), ("take_events", ())):
             monkeypatch.setattr(DynamoBlobConnector, name, lambda *a, result=result: result)
@@ -27,15 +27,15 @@ class Bench:
         fetched: list[tuple[Any, ...]] = []
         self.fetched = fetched
         c = self.connector = object.__new__(CostConnector)
-        c._steps, c._prompts, c._open, c._copies, c._told = deque(maxlen=16), {}, {}, {}, set()
-        c._last_end, c._status_due = 0.0, 0.0
+        c._steps, c._open, c._copies, c._told, c._status_due = Steps(set()), {}, {}, set(), 0.0
         c._cost = SimpleNamespace(
             status_file="", untaught=set(), deadlines={},
             policy=SimpleNamespace(prefill=prefill, fetched=lambda *a: fetched.append(a)),
         )  # type: ignore[assignment]  # fmt: skip
 
     def schedule(self, tokens: int) -> None:
-        rid = f"r{len(self.connector._prompts)}"
+        self.requests += 1
+        rid = f"r{self.requests}"
         new = [SimpleNamespace(req_id=rid, prompt_token_ids=[0] * tokens, num_computed_tokens=0)] if tokens else []
         out: Any = SimpleNamespace(
             total_num_scheduled_tokens=tokens, scheduled_new_reqs=new, finished_req_ids=set(),

@@ -44,6 +44,7 @@ _COUNTERS = {
     "cost_explored_seconds_total": "predicted seconds given away in requests, to learn",
     "cost_probed_seconds_total": "seconds of background reads, to learn",
     "cost_missed_deadlines_total": "loads given up at their deadline",
+    "cost_overlaps_planned_total": "requests that the cost model planned so (`kv.overlap`)",
     "cost_overlapped_total": "requests whose front was computed while their back was loaded (`kv.overlap`)",
 }
 

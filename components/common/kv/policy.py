@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from components.common.cost.decide import Held, Loading, Request
 from components.common.cost.policy import Decision, Policy
 from components.common.kv import hooks
 from components.common.kv.connector import DynamoBlobConnector
+from components.common.kv.steps import Steps
 from components.common.kv.tier import DynamoBlobTier
 from components.common.telemetry.spans import open_spans
 
@@ -49,7 +49,6 @@ _STATUS_S = 1.0
 _SAME_STEP_S = 0.005
 _REFUSALS = 32
 """Requests in a row that may be refused a question to the store before one is asked whatever the odds."""
-_STEPS_OPEN = 16
 
 
 class CostPolicy:
@@ -61,7 +60,7 @@ class CostPolicy:
         self.policy = Policy(self.config)
         self.deadlines: dict[str, float] = {}
         self.untaught: set[str] = set()
-        self.overlapped = 0
+        self.overlapped = self.overlaps_planned = 0
 
     def bind(self, bytes_per_token: int, chunk_tokens: int, step_tokens: int, lanes: Mapping[str, int] = {}) -> None:
         """What only the running engine knows; called before the first request. `lanes` by tier, where the config has none."""
@@ -98,6 +97,7 @@ class CostPolicy:
             "cost_actual_seconds_total": ledger.served_s, "cost_regret_seconds_total": ledger.regret_s,
             "cost_explored_seconds_total": ledger.explored_s, "cost_probed_seconds_total": ledger.probed_s,
             "cost_missed_deadlines_total": ledger.missed_deadlines, "cost_overlapped_total": self.overlapped,
+            "cost_overlaps_planned_total": self.overlaps_planned,
         }  # fmt: skip
 
     def load_deadline(self, request: str, default_s: float) -> float:
@@ -108,17 +108,6 @@ class CostPolicy:
         """A promotion of `nbytes` ended; `arrived` of them passed their proof in time."""
         if request not in self.untaught:
             self.policy.fetched(tier, nbytes, seconds, queued, arrived)
-
-
-class _Step(NamedTuple):
-    at: float
-    tokens: int
-    pairs: float
-    reach: int
-    decoding: int
-    ends: tuple[str, ...]
-    """Requests whose prefill ends with this step."""
-    teach: bool
 
 
 class _Open(NamedTuple):
@@ -147,11 +136,8 @@ class CostConnector(DynamoBlobConnector):
         self._cost.bind(per_token, self._chunk, vllm_config.scheduler_config.max_num_batched_tokens, lanes)
         self._per_token = per_token
         self._open: dict[str, _Open] = {}
-        self._prompts: dict[str, tuple[int, int]] = {}
         self._copies: dict[str, tuple[float, int]] = {}
-        self._steps: deque[_Step] = deque(maxlen=_STEPS_OPEN)
-        self._last_end = 0.0
-        self._busy_until_step = 0.0
+        self._steps = Steps(self._cost.untaught)
         self._status_due = 0.0
         self._found, self._asked, self._refused = 1.0, 2.0, 0
         self._told: set[str] = set()
@@ -182,13 +168,14 @@ class CostConnector(DynamoBlobConnector):
         policy = self._cost.policy
         decision = policy.decide(
             Request(
-                request.num_tokens, local, held, self._wait_s(), self._decoding(), self._queued(),
-                status.max_load_tokens, now, self._loading(now), certain,
+                request.num_tokens, local, held, self._wait_s(), self._steps.decoding(), self._queued(),
+                status.max_load_tokens, now - _waited(request), self._loading(now), certain,
             )
         )  # fmt: skip
         if decision.load_tokens and not certain and not self._worth_asking(decision):
-            decision = decision.instead("the index does not know, and asking is not worth it")
+            decision = policy.instead(decision, "the index does not know, and asking is not worth it")
         load = decision.load_tokens
+        self._cost.overlaps_planned += decision.overlap_from is not None
         if load:
             self._soon[1].append(Loading(decision.chosen.load.mean, decision.chosen.compute.mean))
         self._open[rid] = _Open(decision, now, request.trace_headers)
@@ -258,7 +245,7 @@ class CostConnector(DynamoBlobConnector):
 
     def _wait_s(self) -> float:
         prefill = self._cost.policy.prefill
-        return sum(prefill.seconds(n - done, done) for n, done in self._prompts.values() if done < n)
+        return sum(prefill.seconds(tokens, start) for tokens, start in self._steps.left())
 
     def _loading(self, now: float) -> tuple[Loading, ...]:
         """Requests whose load is under way: decided, not scheduled yet. Looked up once for all that one step decides."""
@@ -266,13 +253,10 @@ class CostConnector(DynamoBlobConnector):
             found = [
                 Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
                 for rid, o in self._open.items()
-                if o.decision and o.decision.load_tokens and rid not in self._prompts
+                if o.decision and o.decision.load_tokens and not self._steps.began(rid)
             ]
             self._soon = (now, found)
         return tuple(self._soon[1])
-
-    def _decoding(self) -> int:
-        return sum(1 for n, done in self._prompts.values() if done >= n)
 
     def _queued(self) -> dict[str, int]:
         return {t.store: t.loading_bytes for t in self._ours()}
@@ -282,36 +266,12 @@ class CostConnector(DynamoBlobConnector):
         return [t for t in tiers if isinstance(t, DynamoBlobTier)]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        self._steps.append(self._step(scheduler_output))
+        self._steps.scheduled(scheduler_output)
         for rid in scheduler_output.finished_req_ids:
             self._forget(rid)
         if self._cost.status_file and time.monotonic() >= self._status_due:
             self._write_status()
         return super().build_connector_meta(scheduler_output)
-
-    def _step(self, out: SchedulerOutput) -> _Step:
-        tokens, pairs, reach, decoding = 0, 0.0, 0, 0
-        ends, teach = [], True
-        for new in out.scheduled_new_reqs:
-            self._prompts[new.req_id] = (len(new.prompt_token_ids or ()), new.num_computed_tokens)
-        cached = out.scheduled_cached_reqs
-        for rid, done in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            if rid in self._prompts:
-                self._prompts[rid] = (self._prompts[rid][0], done)
-        for rid, scheduled in out.num_scheduled_tokens.items():
-            prompt, done = self._prompts.get(rid, (0, 0))
-            new_tokens = min(scheduled, prompt - done)
-            if new_tokens <= 0:
-                decoding += 1
-                continue
-            tokens += new_tokens
-            pairs += new_tokens * (done + new_tokens / 2)
-            reach = max(reach, done + new_tokens)
-            teach = teach and rid not in self._cost.untaught
-            self._prompts[rid] = (prompt, done + new_tokens)
-            if done + new_tokens >= prompt:
-                ends.append(rid)
-        return _Step(time.monotonic(), tokens, pairs, reach, decoding, tuple(ends), teach)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         rid = request.request_id
@@ -327,26 +287,22 @@ class CostConnector(DynamoBlobConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         now = time.monotonic()
-        computing = bool(self._steps) and self._steps[0].tokens > 0
         for rid in connector_output.finished_recving or ():
             copied = self._copies.pop(rid, None)
-            if copied and not computing:  # beside a forward pass it would measure the pass
+            if copied and not self._steps.computing:  # beside a forward pass it would measure the pass
                 self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM asks once for every output it handles, in the order of the steps; for some steps it says nothing else."""
-        if self._steps:
-            self._step_over(self._steps.popleft(), time.monotonic())
+        now = time.monotonic()
+        if over := self._steps.over(now):
+            step, seconds = over
+            if step.tokens >= _LEAST_TOKENS and step.teach:
+                self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
+            for rid in step.ends:
+                self._first_token(rid, now)
         return super().take_events()
-
-    def _step_over(self, step: _Step, now: float) -> None:
-        if step.tokens >= _LEAST_TOKENS and step.teach:
-            seconds = now - max(step.at, self._last_end)
-            self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
-        for rid in step.ends:
-            self._first_token(rid, now)
-        self._last_end = now
 
     def _first_token(self, rid: str, now: float) -> None:
         opened = self._open.pop(rid, None)
@@ -365,7 +321,7 @@ class CostConnector(DynamoBlobConnector):
 
     def _forget(self, rid: str) -> None:
         self._open.pop(rid, None)
-        self._prompts.pop(rid, None)
+        self._steps.forget(rid)
         self._copies.pop(rid, None)
         self._told.discard(rid)
         self._cost.deadlines.pop(rid, None)
@@ -386,6 +342,11 @@ class CostConnector(DynamoBlobConnector):
             os.replace(part, self._cost.status_file)
         except OSError as e:
             log.warning("the cost status file cannot be written: %s", e)
+
+
+def _waited(request: EngineRequest) -> float:
+    """Seconds since the request came; decisions of one step come together, arrivals do not."""
+    return max(0.0, time.time() - request.arrival_time)
 
 
 def _finite(value: Any) -> Any:
