@@ -75,7 +75,7 @@ class CostConfig(Config):
         0.02,
         ge=0,
         le=0.2,
-        description="seconds of probing allowed per second served; the cost of exploring is counted against it",
+        description="seconds of background probes allowed per second served, and as many given away in requests to learn",
     )
     probe_bytes: int = Field(
         128 << 20, gt=0, description="bytes of one probe at most: enough to see the rate, not only the latency"

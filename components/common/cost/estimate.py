@@ -20,6 +20,10 @@ _SETTLED = 6
 """Observations after a change until the new speed counts as known."""
 _JUMP = 0.35
 """Natural log of the ratio observed / predicted that counts as off (1.42x)."""
+_ANY = 30.0
+"""Spread of a prior that says next to nothing."""
+_BENDS, _MOST = 6, 0.8
+"""Least earlier observations, and the share of them, that other weights must explain together with the newest."""
 _HUBER = 0.3
 """Relative residual from which an observation loses weight: one stall must not move the fit."""
 _DRIFT = 0.02
@@ -55,15 +59,21 @@ class Fit:
         self.age = 0
         self._rows: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
         self._run = 0
+        self._calm = self.noise
         self._covariance = [
             [(p * s) ** 2 if i == j else 0.0 for j in range(len(prior))]
             for i, (p, s) in enumerate(zip(prior, spread, strict=True))
         ]
 
     @property
+    def doubted(self) -> bool:
+        """The newest observation was far off: the next one says whether the world has changed."""
+        return self._run != 0
+
+    @property
     def unsettled(self) -> bool:
         """The newest observation was far off, or a change of speed was seen and little since."""
-        return self._run != 0 or (self.changes > 0 and len(self._rows) < _SETTLED)
+        return self.doubted or (self.changes > 0 and len(self._rows) < _SETTLED)
 
     def seconds(self, features: Sequence[float]) -> float:
         return sum(w * f for w, f in zip(self.weights, features, strict=True))
@@ -97,13 +107,18 @@ class Fit:
 
     def _detect(self, row: tuple[float, ...], seconds: float) -> None:
         off = math.log(seconds / max(self.seconds(row), 1e-12))
-        jump = max(_JUMP, 3 * self.noise)
+        if self._run == 0:
+            self._calm = self.noise  # the first of the news must not make the next look like noise
+        jump = max(_JUMP, 3 * self._calm)
         if abs(off) < jump or self.observed == 0:
             self._run = 0
             return
         same = self._run == 0 or (off > 0) == (self._run > 0)
         self._run = (self._run if same else 0) + (1 if off > 0 else -1)
         if abs(self._run) >= _RUN:
+            self._run = 0
+            if self.shape and self._bend(row, seconds, jump / 2):
+                return
             keep = _RUN - 1
             while len(self._rows) > keep:
                 self._rows.popleft()
@@ -114,7 +129,21 @@ class Fit:
                 whole = seconds / max(sum(p * f for p, f in zip(self.prior, row, strict=True)), 1e-12)
                 self.prior = tuple(p * whole for p in self.prior)
             self.changes += 1
-            self._run = 0
+
+    def _bend(self, row: tuple[float, ...], seconds: float, near: float) -> bool:
+        """Take weights that explain the news together with what was seen before, if there are any: then not the size of
+        the prior's shape was wrong but the shape, and nothing has changed."""
+        trial = Fit(self.prior, (_ANY,) * len(self.prior), window=len(self._rows) + 4)
+        trial.weights = list(self.weights)
+        trial._rows.extend([*self._rows, (row, seconds)])
+        for _ in range(8):
+            trial._refit()
+        off = [abs(math.log(y / max(trial.seconds(x), 1e-12))) < near for x, y in trial._rows]
+        before = off[:-_RUN]
+        if not all(off[-_RUN:]) or len(before) < _BENDS or sum(before) < _MOST * len(before):
+            return False
+        self.weights = trial.weights
+        return True
 
     def _refit(self) -> None:
         n = len(self._rows)

@@ -89,6 +89,7 @@ class Fetch:
         if nbytes > 0:
             longer = min(_GIVEN_UP, (nbytes + queued) / max(arrived + queued, 1))
             self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * max(longer, 1.0))
+            self._seen = max(self._seen, arrived + queued)
 
     def tick(self) -> None:
         self._fit.tick()

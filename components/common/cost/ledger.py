@@ -50,9 +50,13 @@ class Ledger:
         self.probed_s += seconds
         self.probed_bytes += nbytes
 
-    def allows(self, seconds: float, budget: float, first_s: float) -> bool:
-        """Whether `seconds` more of exploring stay within `budget` per second served (`first_s` is free)."""
-        return self.explored_s + self.probed_s + seconds <= first_s + budget * self.served_s
+    def may_explore(self, seconds: float, budget: float, first_s: float) -> bool:
+        """Whether a request may give away `seconds`: all of them `budget` per second served (`first_s` is free)."""
+        return self.explored_s + seconds <= first_s + budget * self.served_s
+
+    def may_probe(self, seconds: float, budget: float, first_s: float) -> bool:
+        """The same of background reads. Apart: nobody waits for those, and looks at a slow store take long."""
+        return self.probed_s + seconds <= first_s + budget * self.served_s
 
     def report(self) -> dict[str, Any]:
         """For metrics and `status --explain`: totals, and the error of the last predictions (median of actual/predicted)."""

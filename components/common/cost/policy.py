@@ -19,8 +19,9 @@ from components.common.cost.ledger import Ledger, Outcome
 from components.common.cost.prefill import Prefill
 from components.common.cost.traffic import Traffic
 
-_COMPUTE_EVERY = 64
-"""Requests that may pass without a measurement of prefill while all is loaded: then the end of a prompt is computed."""
+_COMPUTE_EVERY = 18
+"""Requests that may pass without a measurement of prefill while all is loaded: then the end of a prompt is computed, as
+soon as that costs no more than the probing budget brought in since the last."""
 _COMPUTE_FIRST = 3
 """Measurements of prefill until the profile counts as tried: two in a row make a change of speed known."""
 _TAIL_SHARE = 0.1
@@ -73,13 +74,6 @@ class Decision(NamedTuple):
     other_beyond: tuple[str, ...] = ()
     """What was extrapolated for the best load, chosen or not."""
 
-    def instead(self, reason: str) -> Decision:
-        """Recompute all, for a reason that the caller knows."""
-        return self._replace(
-            load_tokens=0, chosen=self.compute, deadline_s=math.inf, reason=reason, other_s=self.chosen.total_s, explored_s=0.0,
-            overlap_from=None, overlap_s=math.inf,
-        )  # fmt: skip
-
     @property
     def beyond(self) -> tuple[str, ...]:
         """What was extrapolated to get here, in words; empty when everything was within what has been measured."""
@@ -111,12 +105,12 @@ class Policy:
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
         self._tails = 0
-        self._served_at_probe_s = 0.0
+        self._served_at_probe_s = self._served_at_tail_s = 0.0
 
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
         known = self._known_part(request)
-        self.traffic.arrived(request.at)
+        self.traffic.arrived(request.at, request.wait_s > 0 or bool(request.loading))
         choices = options(known, self.prefill, self.tiers, self.config.chunk_tokens, self.traffic)
         compute = choices[0]
         loads = choices[1:]
@@ -124,6 +118,7 @@ class Policy:
             fetch.tick()
         self.prefill.tick()
         if not loads:
+            self.traffic.decided(compute.total_s)
             return Decision(0, compute, compute, math.inf, "nothing held", math.inf)
         key = (min((known.tokens - known.local).bit_length(), _SIZES), known.held[-1].tier)
         load = best(loads)
@@ -148,10 +143,19 @@ class Policy:
         )
         if self.config.mode == "auto":
             decision = self._overlap(known, load, decision)
-        self.traffic.decided(decision.load_tokens / max(loads[-1].cut - known.local, 1))
+        share = decision.load_tokens / max(loads[-1].cut - known.local, 1)
+        self.traffic.decided(min(chosen.total_s, decision.overlap_s), share)
         if self.config.mode == "auto" and known.certain:
             decision = decision._replace(probe=self._probe(known, decision))
         return decision
+
+    def instead(self, decision: Decision, reason: str) -> Decision:
+        """Recompute all, for a reason that the caller knows; what was given away to explore is not given away then."""
+        self.ledger.explored_s -= decision.explored_s
+        return decision._replace(
+            load_tokens=0, chosen=decision.compute, deadline_s=math.inf, reason=reason, other_s=decision.chosen.total_s,
+            explored_s=0.0, overlap_from=None, overlap_s=math.inf,
+        )  # fmt: skip
 
     def fetched(self, tier: str, nbytes: int, seconds: float, queued: int = 0, arrived: int | None = None) -> None:
         """A load of `nbytes` ended after `seconds`. `arrived`: bytes that were there when it was given up; None = all."""
@@ -235,8 +239,8 @@ class Policy:
         The end's time follows from prefill alone, and if the profile is right it costs a tenth of the load's.
         """
         chunk, prefill = self.config.chunk_tokens, self.prefill
-        due = prefill.observed < _COMPUTE_FIRST or prefill.unsettled or prefill.age >= _COMPUTE_EVERY
-        if not due or request.tokens - load.cut >= chunk:
+        early = prefill.observed < _COMPUTE_FIRST or prefill.doubted
+        if not (early or prefill.age >= _COMPUTE_EVERY) or request.tokens - load.cut >= chunk:
             return None  # it is measured anyway
         end, cut = request.tokens, load.cut - -(-_TAIL_TOKENS // chunk) * chunk
         while (
@@ -249,9 +253,13 @@ class Policy:
         [tail] = options(request, prefill, self.tiers, chunk, self.traffic, (cut,))
         excess = max(tail.price_s - load.price_s, 0.0)
         free = not prefill.observed and self._tails < _TAILS_FREE
-        if excess > load.total_s or not (free or self.ledger.allows(excess, self.config.probe_budget, 4 * excess)):
+        if excess > load.total_s or not (free or self.ledger.may_explore(excess, self.config.probe_budget, 4 * excess)):
+            return None
+        lately = self.ledger.served_s - self._served_at_tail_s
+        if not early and excess > self.config.probe_budget * lately:
             return None
         self._tails += 1
+        self._served_at_tail_s = self.ledger.served_s
         return tail
 
     def _deadline(self, chosen: Option, compute: Option) -> float:
@@ -302,7 +310,10 @@ class Policy:
                 continue  # what others promote into is not read by a promotion
             if first >= used and first > request.local and not fetch.prior.via:
                 continue
-            if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + fetch.fixed_s / 4:
+            latency = min(
+                fetch.fixed_s, 4 * fetch.prior.fixed_s
+            )  # a tier that was slow of late may have none of that left
+            if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + latency / 4:
                 continue  # not even a tier ten times as fast would win
             chunk, per = self.config.chunk_tokens, self.config.hardware.kv_bytes_per_token
             sized = min(self.config.probe_bytes, int(_PROBE_LATENCIES * fetch.fixed_s * fetch.bytes_per_s))
@@ -314,7 +325,7 @@ class Policy:
                 continue
             seconds = fetch.look_s(tokens * per)
             budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
-            if fetch.observed and not self.ledger.allows(seconds, budget, 4 * seconds):
+            if fetch.observed and not self.ledger.may_probe(seconds, budget, 4 * seconds):
                 lately = self.ledger.served_s - self._served_at_probe_s
                 look = fetch.unsettled or fetch.age >= _SCOUT_EVERY
                 if tokens > max(chunk, wide) or not look or seconds > _SCOUT_SHARE * lately:

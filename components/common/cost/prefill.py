@@ -35,9 +35,9 @@ class Prefill:
         return self._fit.observed
 
     @property
-    def unsettled(self) -> bool:
-        """The newest measurement was far off the estimate, or few came since the speed changed."""
-        return self._fit.unsettled
+    def doubted(self) -> bool:
+        """The newest measurement was far off the estimate."""
+        return self._fit.doubted
 
     @property
     def age(self) -> int:

@@ -8,14 +8,25 @@ without that an idle link looks free, and at break-even all load and the engine 
 the engine already are not priced: they can choose to load (pricing them was tried and overshoots); those that load
 already cannot choose any more and are priced exactly (`decide.play`).
 
-Mean regret to hindsight of 18 cells, seeds 0 to 3 of `bench simulate`, when each was added: only the engine 5.0 %, and
-those that load 4.9 %, and the link 4.1 %; a search over sampled futures that knows the true rates gets 3.9 %.
+Mean regret to hindsight of 18 cells, seeds 0 to 3 of `bench simulate`, when each was added and by the oracle of then: only
+the engine 5.0 %, and those that load 4.9 %, and the link 4.1 %; a search over sampled futures that knows the true rates
+got 3.9 %.
+
+All that holds where arrivals do not wait for answers. One client that does is always alone: counted are therefore the
+arrivals that find a request being served, against those that independent arrivals would have found.
 """
 
 from __future__ import annotations
 
+import math
+
 _MEMORY = 0.9
 """Share of the weight that an arrival keeps when the next comes: about ten are remembered."""
+
+_LONG_MEMORY = 0.95
+"""The same for how many found another one being served: about twenty are remembered."""
+_FOUND_LEAST = 1.25
+"""Factor on that share, so that luck alone does not lower the price."""
 
 _STAY = 0.75
 """Share of the wait behind a running prefill or load that those who come meanwhile do not escape by the other way."""
@@ -28,30 +39,44 @@ class Traffic:
         self._last: float | None = None
         self._gap_s = self._arrivals = 0.0
         self._loaded, self._could = 0.5, 1.0
+        self._found, self._would_find = 1.0, 1.0
+        self._served_s = 0.0
 
     @property
     def rate(self) -> float:
         """Arrivals per second; 0 until three were seen."""
         return self._arrivals / self._gap_s if self._arrivals > 2 and self._gap_s > 0 else 0.0
 
-    def arrived(self, at: float | None) -> None:
-        """A request came at `at` seconds of the caller's clock; None = the caller has none, nothing is priced."""
+    @property
+    def independent(self) -> float:
+        """Share of arrivals that do not wait for the answer before; 1 = all (and until more is known)."""
+        return min(1.0, _FOUND_LEAST * self._found / self._would_find)
+
+    def arrived(self, at: float | None, found: bool = True) -> None:
+        """A request came at `at` seconds of the caller's clock; None = the caller has none, nothing is priced.
+
+        found   another one is being served or waits
+        """
         if at is None:
             return
         if self._last is not None:
             self._gap_s = self._gap_s * _MEMORY + max(at - self._last, 0.0)
             self._arrivals = self._arrivals * _MEMORY + 1
-        self._last = at
+            self._found = self._found * _LONG_MEMORY + found
+            self._would_find = self._would_find * _LONG_MEMORY + 1 - math.exp(-self.rate * self._served_s)
+        self._last = at if self._last is None else max(self._last, at)
 
-    def decided(self, share: float) -> None:
-        """A request loads `share` of all that it could (0 to 1)."""
-        self._loaded = self._loaded * _MEMORY + share
-        self._could = self._could * _MEMORY + 1
+    def decided(self, seconds: float, share: float | None = None) -> None:
+        """A request is served in so many seconds from now, and loads `share` of all that it could (0 to 1; None = nothing)."""
+        self._served_s = seconds
+        if share is not None:
+            self._loaded = self._loaded * _MEMORY + share
+            self._could = self._could * _MEMORY + 1
 
     def delay_s(self, engine_s: float, wait_s: float = 0.0) -> float:
         """Seconds that the others lose, all together, to a prefill of `engine_s` that starts in `wait_s`."""
-        return self.rate * engine_s * (wait_s + _STAY * engine_s / 2)
+        return self.independent * self.rate * engine_s * (wait_s + _STAY * engine_s / 2)
 
     def link_delay_s(self, link_s: float, queued_s: float = 0.0) -> float:
         """Seconds that the others lose, all together, to a load that occupies a tier for `link_s` after `queued_s`."""
-        return self.rate * self._loaded / self._could * link_s * (queued_s + _STAY * link_s / 2)
+        return self.independent * self.rate * self._loaded / self._could * link_s * (queued_s + _STAY * link_s / 2)

@@ -140,6 +140,45 @@ def test_prefill_learns_an_engine_half_as_fast() -> None:
         assert prefill.seconds(n) == pytest.approx(2 * truth.seconds(n), rel=0.15)
 
 
+def quadratic(tokens: int, context: int) -> float:
+    """SmolLM2 as measured on two cores (2.4 s at 512 tokens, 5.3, 14, 42 and 114 at 8,000): its profile knows a tenth of that curvature."""
+    return 3.8e-3 * tokens + 2.6e-6 * tokens * (context + tokens / 2)
+
+
+@pytest.mark.parametrize("slower", [1.0, 0.1, 2.5])
+def test_long_prompts_that_bend_the_curve_are_not_a_slower_engine(slower: float) -> None:
+    """The first long steps were far off, the whole curve was scaled, and short prompts were loaded at 1.5x for ever."""
+    prefill = Prefill(profile("cpu-smollm2"), 2048)
+    luck = random.Random(5)
+
+    def serve(tokens: int, loaded: int = 0) -> None:
+        for start in range(loaded, tokens, 2048):
+            now = min(2048, tokens - start)
+            prefill.observe(now, start, slower * quadratic(now, start) * luck.uniform(0.95, 1.1))
+
+    for i in range(20):
+        serve((512, 1024)[i % 2])
+    before = prefill._fit.changes
+    serve(2048, 768)
+    serve(4096, 2432)
+    assert prefill._fit.changes == before
+    for tokens in (512, 1024, 2048, 4096):
+        exact = sum(quadratic(min(2048, tokens - start), start) for start in range(0, tokens, 2048)) * slower
+        assert prefill.seconds(tokens) == pytest.approx(exact, rel=0.2), tokens
+
+
+def test_an_engine_that_becomes_slower_is_still_a_change(slower: float = 2.0) -> None:
+    """Control of the one above: the same lengths, twice the seconds."""
+    prefill = Prefill(profile("cpu-smollm2"), 2048)
+    for i in range(20):
+        prefill.observe((512, 1024)[i % 2], 0, quadratic((512, 1024)[i % 2], 0))
+    before = prefill._fit.changes
+    for i in range(4):
+        prefill.observe((512, 1024)[i % 2], 0, slower * quadratic((512, 1024)[i % 2], 0))
+    assert prefill._fit.changes == before + 1
+    assert prefill.seconds(1024) == pytest.approx(slower * quadratic(1024, 0), rel=0.1)
+
+
 def test_decoding_sequences_slow_prefill() -> None:
     prefill = Prefill(profile("h200-8b"))
     assert prefill.seconds(16_384, 0, 100) - prefill.seconds(16_384) == pytest.approx(2 * 100 * 0.000045)
