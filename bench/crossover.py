@@ -200,13 +200,19 @@ def judge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def last_wrong(learned: Sequence[tuple[int, bool]], clear: dict[int, str]) -> int:
-    """How many requests the change of speed took: the number of the last wrong decision in a clear cell; 0 = none was."""
+    """How many requests the change of speed took: the number of the last wrong decision in a clear cell; 0 = none was.
+
+    All of them: it was not learned, and the measured decisions say so.
+    """
     wrong = [i for i, (n, loaded) in enumerate(learned, 1) if n in clear and loaded != (clear[n] == "load")]
     return max(wrong, default=0)
 
 
-def forced_misses(b: Bed, report: Report, pids: set[int], pairs: int, tokens: int = 512) -> None:
-    """CPU seconds of prompts that nobody holds: looked up and decided, against forced to recompute without a look."""
+def forced_misses(b: Bed, report: Report, pids: set[int], pairs: int, tokens: int = 512) -> float:
+    """CPU seconds of prompts that nobody holds: looked up and decided ÷ forced to recompute without a look, the median.
+
+    Both run under our connector; `bench kv-outage` compares with an engine that has no tier.
+    """
     ratios = []
     for r in range(-1, pairs):  # the first warms up
         spent = {}
@@ -224,6 +230,7 @@ def forced_misses(b: Bed, report: Report, pids: set[int], pairs: int, tokens: in
         f"forced miss, {tokens} tokens: CPU seconds with policy and lookup / without, median of {pairs} pairs "
         f"{median(ratios):.3f} ({low:.3f} to {high:.3f}); goal 1.05"
     )
+    return median(ratios)
 
 
 def cpu_seconds(pids: set[int]) -> float:
@@ -250,7 +257,7 @@ def run(
         prompts = {n: ids(n, seed=n) for n in (*counts, *([longest] if longest else ()))}
         store_all(b, prompts)
         report.note(f"stored: {time.monotonic() - began:.0f} s")
-        records, changes = [], []
+        records, changes = [], {}
         for rate in rates:
             cell = f"{rate:g} MB/s"
             b.speed(rate * 1e6)
@@ -258,7 +265,7 @@ def run(
             here = counts | ({longest: 1} if longest and rate == max(rates) else {})
             measured = rounds(b, report, cell, prompts, here, int(rate * 1000))
             clear = {n: way for (_, n), way in faster(measured).items()}
-            changes.append(f"{cell}: {last_wrong(learned, clear)}")
+            changes[cell] = last_wrong(learned, clear)
             told = b.explain()
             report.note(
                 f"{cell}: until {time.monotonic() - began:.0f} s; faster {json.dumps(clear)}; {json.dumps(judge(measured))}; "
@@ -267,9 +274,7 @@ def run(
             )
             records += measured
         b.speed(0)
-        forced_misses(b, report, pids, pairs)
-        verdict = judge(records)
-        report.note("last wrong decision after the change to a speed, of 20: " + "; ".join(changes))
+        verdict = judge(records) | {"last_wrong": changes, "miss": forced_misses(b, report, pids, pairs)}
         report.note(json.dumps(verdict))
     return verdict
 
@@ -301,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.table())
     if args.json:
         report.write(args.json)
-    return 0 if verdict["decisions"] and verdict["right"] >= 0.95 * verdict["decisions"] else 1
+    held = verdict["decisions"] and verdict["right"] >= 0.95 * verdict["decisions"] and verdict["miss"] <= 1.05
+    return 0 if held and max(verdict["last_wrong"].values()) < LEARN else 1
 
 
 if __name__ == "__main__":

@@ -51,21 +51,13 @@ def level(b: Bed, prompt: list[int], nbytes: int) -> float:
     return rate
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="directory under .state/models")
-    parser.add_argument("--lengths", default="2048,4096", help="prompt tokens")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--json", default="")
-    args = parser.parse_args(argv)
-    lengths = [int(n) for n in args.lengths.split(",")]
-    report, rng = Report("overlap", server="azurite behind the fault proxy"), random.Random(0)
+def run(report: Report, model: str, lengths: Sequence[int], rounds: int) -> None:
+    """At each of `lengths` (tokens) the store is levelled with the engine, then measured."""
+    report.server, rng = "azurite behind the fault proxy", random.Random(0)
     more = {"overlap": True, "overlap_step_tokens": STEP}
     with (
         tempfile.TemporaryDirectory() as work,
-        bed(Path(work), args.model, max(lengths) + 128, step_tokens=STEP, **more) as b,
+        bed(Path(work), model, max(lengths) + 128, step_tokens=STEP, **more) as b,
     ):
         prompts = {n: ids(n, seed=n) for n in (SHORT, *lengths)}
         store_all(b, prompts)
@@ -75,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for _ in range(LEARN):
                 serve(b, short, "auto")
             gains, ratios, declined, costs, planned = [], [], [], [], []
-            for round_ in range(args.rounds):
+            for round_ in range(rounds):
                 took: dict[str, float] = {}
                 for variant in rng.sample(VARIANTS, len(VARIANTS)):
                     before = overlapped(b)
@@ -102,6 +94,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{median(gains):.2f} (goal 0.6 from 4096); auto / better way, median {median(ratios):.2f}, worst {max(ratios):.2f}; "
                 f"planned, auto / better way {json.dumps(wins)} (goal: at most 1.05); declined {declined}, auto / the way it took {json.dumps([round(c, 2) for c in costs])}"
             )
+
+
+def bench(report: Report, quick: bool) -> None:
+    run(report, "smollm2-135m-instruct", (2048,) if quick else (2048, 4096), 2 if quick else 4)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="directory under .state/models")
+    parser.add_argument("--lengths", default="2048,4096", help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--json", default="")
+    args = parser.parse_args(argv)
+    lengths = [int(n) for n in args.lengths.split(",")]
+    report = Report("overlap")
+    run(report, args.model, lengths, args.rounds)
     print(report.table())
     if args.json:
         report.write(args.json)

@@ -134,18 +134,10 @@ def against_threshold(name: str, requests: int, metric: str = "seconds") -> list
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="greedy oracle, 80 requests a cell")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="other arrivals and luck: 0 to 3 are those the policy was tuned on"
-    )
-    parser.add_argument("--json", default="", help="file for the raw rows")
-    args = parser.parse_args(argv)
-    requests = 80 if args.quick else 120
-    report = Report("simulate", server="virtual clock", seed=args.seed)
+def bench(report: Report, quick: bool) -> None:
+    """`report.seed`: which arrivals and luck. Every cell in a process of its own."""
+    report.server = "virtual clock"
+    requests = 80 if quick else 120
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         todo = list(cells())
         outcomes = list(
@@ -153,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure,
                 todo,
                 [requests] * len(todo),
-                [not args.quick] * len(todo),
-                [args.seed] * len(todo),
+                [not quick] * len(todo),
+                [report.seed] * len(todo),
                 chunksize=6,
             )
         )
@@ -177,6 +169,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             for m in against_threshold(name, 10 * requests // 4, metric):
                 report.add(f"{name} {m.gb_per_s:g} GB/s mixed", "auto", 0, m.auto, metric)
                 report.add(f"{name} {m.gb_per_s:g} GB/s mixed", f"threshold {m.tokens}", 0, m.threshold, metric)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="greedy oracle, 80 requests a cell")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="other arrivals and luck: 0 to 3 are those the policy was tuned on"
+    )
+    parser.add_argument("--json", default="", help="file for the raw rows")
+    args = parser.parse_args(argv)
+    report = Report("simulate", seed=args.seed)
+    bench(report, args.quick)
     print(report.table())
     if args.json:
         report.write(args.json)

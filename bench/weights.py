@@ -4,7 +4,8 @@ Variants (see docs/weights.md): sdk1, sdk8 (SDK download to disk, then safetenso
 blob_cold_noverify, service_cold, node_cache (sealed memory), node_cache_hashed (files on tmpfs), peer; ceilings ceiling_recv, ceiling_memcpy, ceiling_nixl,
 and the same with what no verified load can do without, digest and copy: ceiling_verified_recv, ceiling_verified_memcpy.
 Every variant copies each tensor into preallocated parameters, as vLLM's loaders do. Bytes from Blob are the server's
-own count: the stand-in's, or Azurite's access log.
+own count: the stand-in's, or Azurite's access log. CPU and peak memory are the loading process's; "services" are the
+weight services it loads from, on the same node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROUNDS = 5
 LOADS = (
     "ceiling_recv", "ceiling_verified_recv", "ceiling_memcpy", "ceiling_verified_memcpy", "blob_cold", "blob_cold_noverify", "sdk1", "sdk8",
@@ -34,7 +37,8 @@ LINK_RATE = 150e6
 SERVED = ("service_cold", "peer", "ceiling_nixl")
 """With processes of their own, started for each sample."""
 UNITS = (
-    ("seconds", "s"), ("cpu_s_per_gb", "s/GB"), ("peak_mib", "MiB"), ("gb_per_s", "GB/s"), ("bytes_from_blob", "bytes")
+    ("seconds", "s"), ("cpu_s_per_gb", "s/GB"), ("services_cpu_s_per_gb", "s/GB"), ("peak_mib", "MiB"), ("services_peak_mib", "MiB"),
+    ("gb_per_s", "GB/s"), ("bytes_from_blob", "bytes"),
 )  # fmt: skip
 SAMPLE = Path(__file__).resolve().parent.parent / ".state/models/smollm2-135m-instruct"
 
@@ -65,18 +69,9 @@ def bench(report: Any, quick: bool) -> None:
         shutil.rmtree(source)
         with stand_in(store) as (url, served):
             cell(report, f"{gigabytes:g} GB of 8 shards, stand-in", work, url, served, manifest, served_rounds=few)
-        if quick:
-            with stand_in(store, LINK_RATE) as (url, served):
-                cell(
-                    report,
-                    f"{gigabytes:g} GB, link of {LINK_RATE / 1e6:.0f} MB/s",
-                    work,
-                    url,
-                    served,
-                    manifest,
-                    only=LINK,
-                    rounds=3,
-                )
+        with stand_in(store, LINK_RATE) as (url, served):
+            name = f"{gigabytes:g} GB, link of {LINK_RATE / 1e6:.0f} MB/s"
+            cell(report, name, work, url, served, manifest, only=LINK, rounds=3 if quick else ROUNDS)
         verdict(report)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -158,7 +153,10 @@ def cell(
                         ) as other:
                             if peers:  # NIXL's import takes seconds; a peer that is long up is what is measured
                                 _wait(lambda other=other: other.status()["peers"]["wire_ready"])  # type: ignore[misc]
+                            spent_s = _cpu_s(service, other)
                             result = load(config.model_copy(update={"service": other.socket}))
+                            spent_s = _cpu_s(service, other) - spent_s
+                            result["services_peak_mib"] = _peak_mib(other)
                             spent = other.status()["load"]["thread_s"]
                             result["thread_s"] |= {f"service {what}": x for what, x in spent.items()}
                         _remove(work / "near")
@@ -166,7 +164,11 @@ def cell(
                         cached = variant.startswith("node_cache")
                         uid = {"sealed_uid": -2} if variant.endswith("_hashed") else {}
                         used = config.model_copy(update={"service": service.socket, **uid}) if cached else config
+                        spent_s = _cpu_s(service)
                         result = load(used)
+                        spent_s = _cpu_s(service) - spent_s
+                    if variant in SERVED or variant.startswith("node_cache"):
+                        result["services_cpu_s_per_gb"] = spent_s / nbytes * 1e9
                     result["bytes_from_blob"] = served() - before
                     for key, unit in UNITS:
                         if key in result:
@@ -202,6 +204,17 @@ def _runai(work: Path, config: Any) -> Child:
         "AZURE_STORAGE_ENDPOINT_SUFFIX": f"localhost:{urlsplit(config.account.url).port}",
     }
     return Child(("unshare", "-m", "sh", "-c", f'mount --bind "{bundle}" {system} && exec "$@"', "sh"), account)
+
+
+def _cpu_s(*services: Any) -> float:
+    """CPU seconds of weight services until now, by /proc."""
+    times = [psutil.Process(s.process.pid).cpu_times() for s in services]
+    return sum(t.user + t.system for t in times)
+
+
+def _peak_mib(service: Any) -> float:
+    lines = Path(f"/proc/{service.process.pid}/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) / 1024
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="which one; without it they are listed")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, at most ten minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: minutes instead of an hour")
     parser.add_argument("--json", metavar="FILE", default="", help="where the samples go")
 
 
