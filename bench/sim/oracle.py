@@ -3,7 +3,7 @@
 Shares no code with the cost model. Hindsight search: from each of some simple plans, change one request's cut at a time
 and keep what lowers the mean over the measured requests; from the best of what that gives, those of two neighbours
 together; passes until nothing does. The result is a plan that was possible, so it bounds the regret from one side: a better
-plan may exist. With six requests it is within 1 % of the best of all plans (tests/promises/test_p4_virtual_clock.py).
+plan may exist. With five requests it is within 1 % of the best of all plans (tests/promises/test_p4_virtual_clock.py).
 """
 
 from __future__ import annotations

@@ -82,14 +82,39 @@ def test_an_output_without_transfers_ends_its_step(bench: Bench) -> None:
     assert bench.seen == [(512, pytest.approx(2.0)), (1024, pytest.approx(4.0))]
 
 
-def test_a_copy_is_measured_only_where_nothing_is_computed_beside_it(bench: Bench) -> None:
-    bench.connector._copies = {"a": (bench.now, 1000), "b": (bench.now, 2000)}
+def test_a_copy_that_began_beside_a_pass_is_not_measured_after_it(bench: Bench) -> None:
+    """vLLM starts loads after the forward pass and reports them with the next output, which may compute nothing."""
     bench.schedule(512)
+    bench.connector._copies = {"a": (bench.now, 1000)}
+    bench.now += 3.0
+    bench.output(transfers=False)
     bench.schedule(0)
-    bench.now += 1.0
     bench.output(transfers=False, received="a")
+    bench.connector._copies = {"b": (bench.now, 1000)}
+    bench.schedule(0)
+    bench.now += 0.02
     bench.output(transfers=False, received="b")
-    assert bench.fetched == [("dram", 2000, pytest.approx(1.0))]
+    assert bench.fetched == [("dram", 1000, pytest.approx(0.02))]
+
+
+def test_who_came_while_prompt_tokens_were_computed_found_another_one(bench: Bench) -> None:
+    """Decided when that step is over, it sees an idle engine: what counts is when it came."""
+    steps = bench.connector._steps
+    bench.schedule(512)
+    assert steps.computing_since(bench.now)
+    bench.now += 2.0
+    bench.output(transfers=False)
+    assert steps.computing_since(bench.now - 1.0) and not steps.computing_since(bench.now)
+
+
+def test_an_account_that_raises_does_not_end_the_engine(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    bench.connector._cost.policy.prefill.observe_step = broken  # type: ignore[method-assign]
+    bench.schedule(512)
+    bench.output(transfers=True)
+    assert "KV-COST" in caplog.text
 
 
 def test_vllm_asks_for_events_once_an_output() -> None:

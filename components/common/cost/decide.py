@@ -59,9 +59,11 @@ class Request(NamedTuple):
     at: float | None = None
     """Seconds of the caller's clock at arrival; None = unknown, what this request costs later ones is not priced."""
     loading: tuple[Loading, ...] = ()
-    """Requests before this one that are neither computed nor waiting for the engine yet, in any order."""
+    """Requests before this one that load, or were decided and are not counted in `wait_s` yet, in any order."""
     certain: bool = True
     """False: an index does not know whether what counts as held is there; nothing can be probed then."""
+    found: bool | None = None
+    """Whether it came while another one was being served; None: by `wait_s` and `loading`."""
 
 
 class Option(NamedTuple):

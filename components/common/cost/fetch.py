@@ -55,7 +55,7 @@ class Fetch:
         last, seconds = self._newest
         if not self.unsettled or not last:
             return self.seconds(nbytes)
-        return seconds * max(1.0, nbytes / last)
+        return max(seconds * nbytes / last, min(seconds, self.fixed_s))
 
     def predict(self, nbytes: int, queued: int = 0) -> Estimate:
         if nbytes <= 0:
@@ -90,6 +90,7 @@ class Fetch:
             longer = min(_GIVEN_UP, (nbytes + queued) / max(arrived + queued, 1))
             self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * max(longer, 1.0))
             self._seen = max(self._seen, arrived + queued)
+            self._newest = (arrived + queued, seconds) if arrived else (nbytes + queued, seconds * longer)
 
     def tick(self) -> None:
         self._fit.tick()

@@ -30,15 +30,20 @@ _TAIL_TOKENS = 64
 """Least of such an end: the engine's adapter takes shorter steps for noise."""
 _TAILS_FREE = 8
 """Ends tried whatever they cost while prefill was never measured."""
+_TAIL_REASON = "exploring: the end is computed, prefill was not measured"
 _SIZES = 40
 _UNSETTLED = 3
 """Times the probing budget while a change of speed is being followed."""
 
 _PROBE_LATENCIES = 2
 """Transfer time of a probe in latencies, so that it sees the rate."""
-_OTHER_PROBES = 2
-"""Every so manyth probe has four times that size (a quarter, where it would be too much): probes of one size cannot tell
+_OTHER_PROBES, _OTHER_SIZE = 2, 4
+"""Every so manyth probe has so many times the size (a quarter, where that would be too much): probes of one size cannot tell
 latency from rate, and a fit that takes the one for the other sizes its probes so small that it never finds out."""
+
+_FORGOTTEN = 100
+"""Requests without a measurement after which a tier that others promote into is believed its prior again: it cannot be
+probed, and one estimate far too slow would keep all from loading for ever."""
 
 _SCOUT_EVERY = 12
 """Requests after which a declined tier is looked at with one chunk a lane though the budget is spent: behind a slow store
@@ -110,12 +115,15 @@ class Policy:
     def decide(self, request: Request) -> Decision:
         """The plan for `request`. Tiers without an estimate in this policy are not used."""
         known = self._known_part(request)
-        self.traffic.arrived(request.at, request.wait_s > 0 or bool(request.loading))
+        found = request.wait_s > 0 or bool(request.loading) if request.found is None else request.found
+        self.traffic.arrived(request.at, found)
         choices = options(known, self.prefill, self.tiers, self.config.chunk_tokens, self.traffic)
         compute = choices[0]
         loads = choices[1:]
-        for fetch in self.fetches.values():
+        for name, fetch in self.fetches.items():
             fetch.tick()
+            if fetch.age >= _FORGOTTEN and fetch.observed and self._passed(name):
+                self.fetches[name] = self.tiers.fetches[name] = Fetch(fetch.prior)
         self.prefill.tick()
         if not loads:
             self.traffic.decided(compute.total_s)
@@ -125,7 +133,7 @@ class Policy:
         chosen, reason = self._choose(key, load, compute)
         explored = 0.0
         if chosen is load and self.config.mode == "auto" and (tail := self._tail(known, load)):
-            chosen, reason = tail, "exploring: the end is computed, prefill was not measured"
+            chosen, reason = tail, _TAIL_REASON
             explored = max(tail.price_s - load.price_s, 0.0)
             self.ledger.explored_s += explored
         if chosen.beyond or compute.beyond or load.beyond:
@@ -152,6 +160,8 @@ class Policy:
     def instead(self, decision: Decision, reason: str) -> Decision:
         """Recompute all, for a reason that the caller knows; what was given away to explore is not given away then."""
         self.ledger.explored_s -= decision.explored_s
+        self._tails -= decision.reason.startswith(_TAIL_REASON)
+        self.traffic.undone(decision.compute.total_s)
         return decision._replace(
             load_tokens=0, chosen=decision.compute, deadline_s=math.inf, reason=reason, other_s=decision.chosen.total_s,
             explored_s=0.0, overlap_from=None, overlap_s=math.inf,
@@ -218,6 +228,19 @@ class Policy:
                 break
             held.append(span)
         return request._replace(held=tuple(held))
+
+    def _may_look(self, fetch: Fetch, tokens: int) -> bool:
+        """Within the probing budget; or now and then, a share of what was served since the last look."""
+        seconds = fetch.look_s(tokens * self.config.hardware.kv_bytes_per_token)
+        budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
+        if not fetch.observed or self.ledger.may_probe(seconds, budget, 4 * seconds):
+            return True
+        lately = self.ledger.served_s - self._served_at_probe_s
+        return (fetch.unsettled or fetch.age >= _SCOUT_EVERY) and seconds <= _SCOUT_SHARE * lately
+
+    def _passed(self, tier: str) -> bool:
+        """Whether others promote into it."""
+        return any(f.prior.via == tier for f in self.fetches.values())
 
     def _choose(self, key: tuple[int, str], load: Option, compute: Option) -> tuple[Option, str]:
         if self.config.mode != "auto":
@@ -306,30 +329,29 @@ class Policy:
             due = fetch.observed == 0 or fetch.age >= self.config.probe_every or (fetch.unsettled and fetch.age > 1)
             if end <= used or not due or request.queued.get(tier, 0):
                 continue  # one at a time: a store that does not answer gets no heap of probes
-            if any(f.prior.via == tier for f in self.fetches.values()):
+            if self._passed(tier):
                 continue  # what others promote into is not read by a promotion
             if first >= used and first > request.local and not fetch.prior.via:
                 continue
-            latency = min(
-                fetch.fixed_s, 4 * fetch.prior.fixed_s
-            )  # a tier that was slow of late may have none of that left
+            # A tier that was slow of late may have none of the latency left that it seemed to have.
+            latency = min(fetch.fixed_s, 4 * fetch.prior.fixed_s)
             if decision.compute.total_s <= request.wait_s + self.prefill.seconds(1) + latency / 4:
                 continue  # not even a tier ten times as fast would win
             chunk, per = self.config.chunk_tokens, self.config.hardware.kv_bytes_per_token
-            sized = min(self.config.probe_bytes, int(_PROBE_LATENCIES * fetch.fixed_s * fetch.bytes_per_s))
-            if self.ledger.probes % _OTHER_PROBES:
-                sized = sized // 4 if sized == self.config.probe_bytes else min(self.config.probe_bytes, 4 * sized)
-            wide = min(fetch.prior.lanes * chunk, self.config.probe_bytes // per // chunk * chunk, end - first)
-            tokens = max(chunk, wide // chunk * chunk, min(sized // per, end - first) // chunk * chunk)
+            most = min(self.config.probe_bytes // per, end - first) // chunk * chunk
+            sized = int(_PROBE_LATENCIES * fetch.fixed_s * fetch.bytes_per_s) // per // chunk * chunk
+            tokens = min(max(chunk, fetch.prior.lanes * chunk, sized), max(most, chunk))
             if tokens > end - first:
                 continue
+            other = min(_OTHER_SIZE * tokens, most)
+            if other < 2 * tokens:  # narrower than the lanes it would see a part of the rate
+                narrow = tokens // _OTHER_SIZE // chunk * chunk
+                other = narrow if narrow >= fetch.prior.lanes * chunk else tokens
+            sizes = (other, tokens) if self.ledger.probes % _OTHER_PROBES else (tokens,)
+            tokens = next((n for n in sizes if self._may_look(fetch, n)), 0)
+            if not tokens:
+                continue
             seconds = fetch.look_s(tokens * per)
-            budget = self.config.probe_budget * (_UNSETTLED if fetch.unsettled else 1)
-            if fetch.observed and not self.ledger.may_probe(seconds, budget, 4 * seconds):
-                lately = self.ledger.served_s - self._served_at_probe_s
-                look = fetch.unsettled or fetch.age >= _SCOUT_EVERY
-                if tokens > max(chunk, wide) or not look or seconds > _SCOUT_SHARE * lately:
-                    continue
             self._served_at_probe_s = self.ledger.served_s
             self.ledger.probe(seconds, tokens * per)
             return Probe(tier, tokens)

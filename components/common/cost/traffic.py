@@ -40,7 +40,7 @@ class Traffic:
         self._gap_s = self._arrivals = 0.0
         self._loaded, self._could = 0.5, 1.0
         self._found, self._would_find = 1.0, 1.0
-        self._served_s = 0.0
+        self._served_s = self._share = 0.0
 
     @property
     def rate(self) -> float:
@@ -68,10 +68,16 @@ class Traffic:
 
     def decided(self, seconds: float, share: float | None = None) -> None:
         """A request is served in so many seconds from now, and loads `share` of all that it could (0 to 1; None = nothing)."""
-        self._served_s = seconds
+        self._served_s, self._share = seconds, share or 0.0
         if share is not None:
             self._loaded = self._loaded * _MEMORY + share
             self._could = self._could * _MEMORY + 1
+
+    def undone(self, seconds: float) -> None:
+        """What was decided last loads nothing after all, and is served in so many seconds."""
+        self._served_s = seconds
+        self._loaded -= self._share
+        self._share = 0.0
 
     def delay_s(self, engine_s: float, wait_s: float = 0.0) -> float:
         """Seconds that the others lose, all together, to a prefill of `engine_s` that starts in `wait_s`."""

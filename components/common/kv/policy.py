@@ -14,7 +14,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -132,7 +133,7 @@ class CostConnector(DynamoBlobConnector):
         self._chunk = groups[self._group].tokens_per_chunk
         # Every full-attention group has a row for every chunk; windows and states add a constant that `fixed_s` learns.
         per_token = max(1, round(sum(self._chunk_bytes / groups[i].tokens_per_chunk for i in full)))
-        lanes = {t.store: max(t.config.threads // len(groups), 1) for t in self._ours() if t.store == "blob"}
+        lanes = {t.store: t.config.threads for t in self._ours() if t.store == "blob"}
         self._cost.bind(per_token, self._chunk, vllm_config.scheduler_config.max_num_batched_tokens, lanes)
         self._per_token = per_token
         self._open: dict[str, _Open] = {}
@@ -166,18 +167,19 @@ class CostConnector(DynamoBlobConnector):
         status = self.scheduler._req_status[rid]
         held, certain = self._peek(status, local)
         policy = self._cost.policy
+        arrived, loading = now - _waited(request), self._loading(now)
+        found = bool(loading) or self._steps.computing_since(arrived)
         decision = policy.decide(
             Request(
                 request.num_tokens, local, held, self._wait_s(), self._steps.decoding(), self._queued(),
-                status.max_load_tokens, now - _waited(request), self._loading(now), certain,
+                status.max_load_tokens, arrived, loading, certain, found,
             )
         )  # fmt: skip
         if decision.load_tokens and not certain and not self._worth_asking(decision):
             decision = policy.instead(decision, "the index does not know, and asking is not worth it")
         load = decision.load_tokens
         self._cost.overlaps_planned += decision.overlap_from is not None
-        if load:
-            self._soon[1].append(Loading(decision.chosen.load.mean, decision.chosen.compute.mean))
+        self._soon[1].append(Loading(decision.chosen.load.mean, decision.chosen.compute.mean))
         self._open[rid] = _Open(decision, now, request.trace_headers)
         if load:
             self._cost.deadlines[rid] = decision.deadline_s
@@ -248,12 +250,12 @@ class CostConnector(DynamoBlobConnector):
         return sum(prefill.seconds(tokens, start) for tokens, start in self._steps.left())
 
     def _loading(self, now: float) -> tuple[Loading, ...]:
-        """Requests whose load is under way: decided, not scheduled yet. Looked up once for all that one step decides."""
+        """Requests decided and not scheduled yet, most because they load. Looked up once for all that one step decides."""
         if now - self._soon[0] > _SAME_STEP_S:
             found = [
                 Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
                 for rid, o in self._open.items()
-                if o.decision and o.decision.load_tokens and not self._steps.began(rid)
+                if o.decision and not self._steps.began(rid)
             ]
             self._soon = (now, found)
         return tuple(self._soon[1])
@@ -266,11 +268,12 @@ class CostConnector(DynamoBlobConnector):
         return [t for t in tiers if isinstance(t, DynamoBlobTier)]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        self._steps.scheduled(scheduler_output)
-        for rid in scheduler_output.finished_req_ids:
-            self._forget(rid)
-        if self._cost.status_file and time.monotonic() >= self._status_due:
-            self._write_status()
+        with _never_ends_the_engine():
+            self._steps.scheduled(scheduler_output)
+            for rid in scheduler_output.finished_req_ids:
+                self._forget(rid)
+            if self._cost.status_file and time.monotonic() >= self._status_due:
+                self._write_status()
         return super().build_connector_meta(scheduler_output)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -289,19 +292,20 @@ class CostConnector(DynamoBlobConnector):
         now = time.monotonic()
         for rid in connector_output.finished_recving or ():
             copied = self._copies.pop(rid, None)
-            if copied and not self._steps.computing:  # beside a forward pass it would measure the pass
+            if copied and not self._steps.computing_since(copied[0]):  # beside a forward pass it would measure the pass
                 self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM asks once for every output it handles, in the order of the steps; for some steps it says nothing else."""
         now = time.monotonic()
-        if over := self._steps.over(now):
-            step, seconds = over
-            if step.tokens >= _LEAST_TOKENS and step.teach:
-                self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
-            for rid in step.ends:
-                self._first_token(rid, now)
+        with _never_ends_the_engine():
+            if over := self._steps.over(now):
+                step, seconds = over
+                if step.tokens >= _LEAST_TOKENS and step.teach:
+                    self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
+                for rid in step.ends:
+                    self._first_token(rid, now)
         return super().take_events()
 
     def _first_token(self, rid: str, now: float) -> None:
@@ -342,6 +346,15 @@ class CostConnector(DynamoBlobConnector):
             os.replace(part, self._cost.status_file)
         except OSError as e:
             log.warning("the cost status file cannot be written: %s", e)
+
+
+@contextmanager
+def _never_ends_the_engine() -> Iterator[None]:
+    """Around our own account: whatever is wrong with it costs a measurement, not the engine."""
+    try:
+        yield
+    except Exception:
+        log.exception("KV-COST: a measurement is lost")
 
 
 def _waited(request: EngineRequest) -> float:

@@ -40,6 +40,8 @@ class Steps:
         self._open: deque[Step] = deque(maxlen=_OPEN)
         self._prompts: dict[str, tuple[int, int]] = {}
         self._last_end = 0.0
+        self.computed_at = 0.0
+        """When the output of the last step with prompt tokens was handled."""
 
     def scheduled(self, out: SchedulerOutput) -> None:
         """Also a step without tokens: it has an output like every other."""
@@ -72,12 +74,13 @@ class Steps:
             return None
         step = self._open.popleft()
         seconds, self._last_end = now - max(step.at, self._last_end), now
+        if step.tokens:
+            self.computed_at = now
         return step, seconds
 
-    @property
-    def computing(self) -> bool:
-        """Whether the step whose output comes next computes prompt tokens."""
-        return bool(self._open) and self._open[0].tokens > 0
+    def computing_since(self, at: float) -> bool:
+        """Whether prompt tokens were computed at any time after `at`."""
+        return self.computed_at > at or any(step.tokens for step in self._open)
 
     def began(self, rid: str) -> bool:
         """Whether the request was scheduled."""

@@ -85,3 +85,117 @@ def test_short_prompts_are_computed_after_long_ones_though_the_profile_is_straig
         client.send((513, 1025)[i % 2], rate)
     taken = [client.send(n, rate) for n in (2049, 4097, 1025, 2049, 4097, 1025, 513, 1025)]
     assert [t.load_tokens for t in taken if t.seconds < 7] == [0] * 4, taken
+
+
+def test_a_slow_store_that_becomes_fast_is_found_out_though_a_chunk_costs_more_than_the_budget() -> None:
+    """As measured with SmolLM2: one chunk takes 2.4 s at 2.5 MB/s, a request 2 to 4 s; it was never looked at again."""
+    policy = Policy(
+        CostConfig(
+            hardware=profile("cpu-smollm2"),
+            tiers=(
+                TierPrior(name="dram", fixed_s=0.02, bytes_per_s=3e9, spread=1.0),
+                TierPrior(name="blob", fixed_s=0.05, bytes_per_s=20e6, spread=1.0, via="dram"),
+            ),
+        )
+    )
+    per, at = policy.config.hardware.kv_bytes_per_token, 0.0
+    for rate, faster in ((2.5e6, "compute"), (30e6, "load"), (6e6, "compute"), (30e6, "load")):
+        taken = []
+        for i in range(28):
+            tokens = (513, 1025)[i % 2]
+            d = policy.decide(Request(tokens, held=(Held("blob", tokens // 128 * 128),), at=at))
+            read = d.load_tokens or (d.probe.tokens if d.probe else 0)
+            load_s = 0.03 + read * per / rate
+            if read:
+                policy.fetched("blob", read * per, load_s)
+            compute_s = policy.prefill.seconds(tokens - d.load_tokens, d.load_tokens)
+            if tokens - d.load_tokens >= 64:
+                policy.computed(tokens - d.load_tokens, d.load_tokens, compute_s)
+            seconds = compute_s + (load_s if d.load_tokens else 0.0)
+            policy.finished(d, seconds)
+            at += seconds
+            taken.append("load" if d.load_tokens else "compute")
+        assert taken[20:] == [faster] * 8, (rate, taken)
+
+
+@pytest.mark.parametrize("lengths", [(513,), (513, 1025), (1025, 2049)])
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_a_store_whose_connections_are_slow_one_by_one_is_found_out_by_looks_as_wide_as_loads(
+    lengths: tuple[int, ...], lanes: int
+) -> None:
+    """As on the engine: a chunk travels over one connection, so that a look with one sees a fraction of the rate."""
+    policy = Policy(
+        CostConfig(
+            hardware=profile("cpu-smollm2"),
+            tiers=(
+                TierPrior(name="dram", fixed_s=0.02, bytes_per_s=3e9, spread=1.0),
+                TierPrior(name="blob", fixed_s=0.05, bytes_per_s=20e6, spread=1.0, via="dram", lanes=lanes),
+            ),
+        )
+    )
+    per, at, looked = policy.config.hardware.kv_bytes_per_token, 0.0, 0.0
+    for times_lanes, faster in ((0.6e6, "compute"), (15e6, "load"), (0.6e6, "compute"), (8e6, "load")):
+        rate = times_lanes * lanes
+        taken = []
+        for i in range(28):
+            tokens = lengths[i % len(lengths)]
+            d = policy.decide(Request(tokens, held=(Held("blob", tokens // 128 * 128),), at=at))
+            read = d.load_tokens or (d.probe.tokens if d.probe else 0)
+            load_s = 0.03 + -(-read // (128 * lanes)) * 128 * per * lanes / rate
+            if read:
+                policy.fetched("blob", read * per, load_s)
+            looked += load_s if d.probe and not d.load_tokens else 0.0
+            compute_s = policy.prefill.seconds(tokens - d.load_tokens, d.load_tokens)
+            if tokens - d.load_tokens >= 64:
+                policy.computed(tokens - d.load_tokens, d.load_tokens, compute_s)
+            seconds = compute_s + (load_s if d.load_tokens else 0.0)
+            policy.finished(d, seconds)
+            at += seconds
+            taken.append("load" if d.load_tokens else "compute")
+        assert taken[20:] == [faster] * 8, (rate, taken)
+    assert looked < 0.6 * at
+
+
+@pytest.mark.parametrize(("tokens", "latency", "rate"), [(2049, 3.0, 60e6), (1025, 2.0, 30e6)])
+def test_latency_is_not_taken_for_rate_for_ever(tokens: int, latency: float, rate: float) -> None:
+    """Looks of one size cannot tell them apart: such a store was never loaded from again, at up to 2.9x."""
+    policy, now, loads = Client().policy, 0.0, []
+    for i in range(130):
+        fixed, speed = (latency, rate) if i >= 30 else (0.03, 2e6)
+        d = policy.decide(Request(tokens, held=(Held("blob", tokens // 128 * 128),), at=now, found=False))
+        read = d.load_tokens or (d.probe.tokens if d.probe else 0)
+        load_s = fixed + read * PER / speed
+        if read:
+            policy.fetched("blob", read * PER, load_s)
+        compute_s = prefill_s(tokens - d.load_tokens, d.load_tokens)
+        if tokens - d.load_tokens >= 64:
+            policy.computed(tokens - d.load_tokens, d.load_tokens, compute_s)
+        seconds = compute_s + (load_s if d.load_tokens else 0.0)
+        policy.finished(d, seconds)
+        now += seconds
+        loads.append(d.load_tokens)
+    assert not any(loads[1:30]) and all(loads[90:]), loads
+
+
+def test_a_tier_that_all_pass_and_nobody_probes_is_tried_again() -> None:
+    """Two copies timed beside a forward pass made DRAM 150 times as slow, and nothing was loaded for ever after."""
+    client, rate = Client(), rate_of(1025, 0.3)
+    for _ in range(10):
+        client.send(1025, rate)
+    for _ in range(2):
+        client.policy.fetched("dram", 1024 * PER, 30.0)
+    loads = [client.send(1025, rate).load_tokens for _ in range(140)]
+    assert not any(loads[:50]) and all(loads[-20:])
+
+
+def test_a_load_refused_by_the_caller_is_nobodys_load() -> None:
+    client = Client()
+    for _ in range(10):
+        client.send(1025, rate_of(1025, 0.3))
+    policy = client.policy
+    before = policy.traffic._loaded / policy.traffic._could
+    for i in range(30):
+        d = policy.decide(Request(1025, held=(Held("blob", 1024),), at=client.now + i, certain=False))
+        policy.instead(d, "the index does not know")
+    assert policy.traffic._loaded / policy.traffic._could < 0.3 * before
+    assert policy.traffic._served_s == d.compute.total_s
