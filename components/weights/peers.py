@@ -165,12 +165,15 @@ class Peers:
             self._left_to.pop((digest, index), None)
 
     def status(self) -> dict[str, Any]:
+        """`marked`: who lied, and how. `left_out`: who was silent, failed or late, and seconds until it is asked again."""
+        now = time.monotonic()
         with self._lock:
             return {
                 "me": self.me,
                 "agent": self.wire.name,
                 "peers": list(self.addresses),
                 "marked": dict(self.marked),
+                "left_out": {p: round(left, 1) for p, until in self._absent.items() if (left := until - now) > 0},
                 "pulled_bytes": self.wire.pulled,
                 "quarantined": self.wire.pool.quarantined,
                 "wire_ready": self.wire.ready,

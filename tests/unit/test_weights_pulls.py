@@ -167,6 +167,8 @@ def test_a_peer_that_hangs_does_not_take_the_place_of_one_that_is_well(service: 
     assert found.count(False) == 0, s.report.as_json()
     assert 1 <= s.wire.pool.quarantined <= SLOTS // 2
     assert s.left_out(0) > 20 > 0 > s.left_out(1)
+    shown = s.peers.status()["left_out"]
+    assert list(shown) == [s.others[0].address] and 20 < shown[s.others[0].address] <= 30, "and the status says so"
     assert not [key for key in s.peers._have if key[0] == s.others[0].address]
 
 
