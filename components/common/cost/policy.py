@@ -323,12 +323,14 @@ class Policy:
         """A background read from a tier that was held but not used for a while, if a faster tier would change anything."""
         used = decision.chosen.cut
         start = request.local
-        for tier, end in request.held:
-            first, start = start, max(start, end)
+        cap = request.tokens if request.max_load_tokens is None else request.local + request.max_load_tokens
+        for tier, held in request.held:
+            first, start = start, max(start, held)
+            end = min(held, cap)
             fetch = self.fetches[tier]
             due = fetch.observed == 0 or fetch.age >= self.config.probe_every or (fetch.unsettled and fetch.age > 1)
-            if end <= used or not due or request.queued.get(tier, 0):
-                continue  # one at a time: a store that does not answer gets no heap of probes
+            if used > first or not due or request.queued.get(tier, 0):
+                continue  # a load measures it; and one at a time: a store that does not answer gets no heap of probes
             if self._passed(tier):
                 continue  # what others promote into is not read by a promotion
             if first >= used and first > request.local and not fetch.prior.via:

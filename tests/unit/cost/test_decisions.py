@@ -316,6 +316,21 @@ def test_what_others_promote_into_is_not_probed() -> None:
     assert declined >= 5, "the budget is there for a tier that can be read"
 
 
+def test_a_tier_that_is_loaded_from_in_part_is_not_read_in_the_background_as_well() -> None:
+    """That load measures it; the read would go past the router's cap, and its cost be booked for nothing."""
+    capped = Policy(config(20e9)).decide(on_blob(32_768, max_load_tokens=16_400))
+    assert capped.load_tokens == 16_384 and capped.probe is None
+    explored = Policy(config(20e9)).decide(on_blob(32_768))
+    assert 0 < explored.load_tokens < 32_768 and explored.explored_s > 0 and explored.probe is None
+
+
+def test_a_look_at_a_declined_tier_keeps_to_the_routers_cap() -> None:
+    d = Policy(config(0.5e9)).decide(on_blob(32_768, max_load_tokens=300))
+    assert d.load_tokens == 0 and d.probe is not None and d.probe.tokens == 256
+    control = Policy(config(0.5e9)).decide(on_blob(32_768))
+    assert control.probe is not None and control.probe.tokens > 256
+
+
 def test_nothing_is_probed_or_charged_where_the_index_does_not_know() -> None:
     policy = Policy(config(0.05e9))
     assert all(policy.decide(on_blob(32_768, certain=False)).probe is None for _ in range(50))
