@@ -24,6 +24,7 @@ from graphs.cli._explain import explained
 from tests.faults.proxy import FaultProxy, Rule
 from tests.kvtools import kv
 from tests.kvtools.azure import Store, azurite
+from tests.kvtools.beliefs import believing
 from tests.kvtools.engines import Driver, Engine
 from tests.kvtools.otlp import Collector, collector
 from tests.kvtools.proxy import wait_for
@@ -34,6 +35,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 N, CHUNKS, ROW, STEP = 1910, 14, 131_072, 64
 CHUNK = r"/[0-9a-f]{2}/[0-9a-f]{64}"
 OVERLAP, LOAD = ({"tenant": PUBLIC, "kv_cost_mode": mode} for mode in ("overlap", "load"))
+AUTO = {"tenant": PUBLIC}
+ASKED = ("GET", "HEAD")
+FAR_BETTER = {"compute_s": 3200.0, "fixed_s": 0.001, "bytes_per_s": 1e9}
+"""Of loading: not even the end of a prompt is computed to learn, as a hundred seconds for a chunk are too many."""
+FAR_WORSE = {"compute_s": 0.03, "fixed_s": 1000.0, "bytes_per_s": 1e9}
+"""Of loading: not worth a look in the background either, as no store could be faster than this engine."""
 CURVE = {
     "name": "t", "source": "test", "estimate": True, "kv_bytes_per_token": 1024,
     "curve": [{"tokens": 128, "seconds": 0.01}, {"tokens": 4096, "seconds": 0.4}],
@@ -66,8 +73,18 @@ def status(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def beliefs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("beliefs") / "beliefs.json"
+
+
+@pytest.fixture(scope="module")
 def engine(
-    store: Store, proxy: FaultProxy, traces: Collector, status: Path, tmp_path_factory: pytest.TempPathFactory
+    store: Store,
+    proxy: FaultProxy,
+    traces: Collector,
+    status: Path,
+    beliefs: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     work = tmp_path_factory.mktemp("driver")
     settings = kv.settings(
@@ -75,15 +92,22 @@ def engine(
         policy=policy(CURVE, status, overlap=True, overlap_step_tokens=STEP),
     )  # fmt: skip
     args = kv.engine_args(settings, max_num_batched_tokens=STEP, kv_cache_memory_bytes=31 * ROW)
+    args["kv_transfer_config"]["kv_connector_extra_config"]["settings"]["policy"] |= {
+        "module": "tests.kvtools.beliefs", "class": "Believing", "beliefs": str(beliefs),
+    }  # fmt: skip
     with Driver(work, traces.env) as driver, driver.engine("a", "tiny-full", **args) as engine:
         yield engine
 
 
-def overlapped(engine: Engine) -> float:
+def counted(engine: Engine, what: str) -> float:
     """Requests so far. Statistics come with a step, a few times a second: a small request brings them."""
     time.sleep(0.3)
     engine.generate(ids(20, seed=time.monotonic_ns()), max_tokens=1)
-    return sum(engine.metrics("vllm:dynamo_blob_kv_cost_overlapped").values())
+    return sum(engine.metrics(f"vllm:dynamo_blob_kv_cost_{what}").values())
+
+
+def overlapped(engine: Engine) -> float:
+    return counted(engine, "overlapped")
 
 
 def stored(engine: Engine, store: Store, *seeds: int) -> dict[int, tuple[list[int], dict]]:
@@ -101,8 +125,8 @@ def stored(engine: Engine, store: Store, *seeds: int) -> dict[int, tuple[list[in
 
 
 @contextmanager
-def reads(proxy: FaultProxy, *rules: Rule) -> Iterator[Counter[str]]:
-    """GETs of chunks by name, as the proxy saw them, under `rules`."""
+def reads(proxy: FaultProxy, *rules: Rule, methods: tuple[str, ...] = ("GET",)) -> Iterator[Counter[str]]:
+    """Requests for chunks by name, as the proxy saw them, under `rules`."""
     seen: Counter[str] = Counter()
     log = Path(proxy._log.name)
     before = len(log.read_bytes())
@@ -111,7 +135,7 @@ def reads(proxy: FaultProxy, *rules: Rule) -> Iterator[Counter[str]]:
     proxy.rules = []
     for line in log.read_bytes()[before:].decode().splitlines():
         entry = json.loads(line)
-        if entry["method"] == "GET" and re.search(CHUNK, entry["target"]):
+        if entry["method"] in methods and re.search(CHUNK, entry["target"]):
             seen[entry["target"]] += 1
 
 
@@ -204,3 +228,65 @@ def test_each_decision_is_in_status_metrics_and_the_trace_of_its_request(
     Console(file=shown, width=200).print(explained("prefill-0", now))
     text = shown.getvalue()
     assert f"{now['requests']} requests" in text and f"actual {now['served_s']:.2f} s" in text and "regret" in text
+
+
+def test_a_request_that_is_better_computed_asks_the_store_nothing(
+    engine: Engine, store: Store, proxy: FaultProxy, beliefs: Path
+) -> None:
+    """P4: decided before a lookup is paid for, of chunks that the index knows and of chunks that it does not."""
+    [(prompt, hbm)] = stored(engine, store, 51).values()
+    with believing(beliefs, **FAR_WORSE), reads(proxy, methods=ASKED) as seen:
+        computed = engine.generate(prompt, kv=AUTO)
+        engine.generate(ids(N, seed=52), kv=AUTO)
+    assert not seen and computed["cached"] == 0 and kv.same(computed, hbm)
+    engine.forget(dram=True)
+    with believing(beliefs, **FAR_BETTER), reads(proxy, methods=ASKED) as seen:
+        loaded = engine.generate(prompt, kv=AUTO)
+    assert sum(seen.values()) == CHUNKS and loaded["cached"] == CHUNKS * 128 and kv.same(loaded, hbm), "control"
+    with believing(beliefs, **FAR_BETTER), reads(proxy, methods=ASKED) as seen:
+        engine.generate(ids(N, seed=53), kv=AUTO)
+    assert len(seen) == CHUNKS, "control: what no index knows is asked for"
+
+
+def test_what_the_router_allows_is_kept_where_loading_is_far_better(
+    engine: Engine, store: Store, proxy: FaultProxy, beliefs: Path
+) -> None:
+    [(prompt, hbm)] = stored(engine, store, 61).values()
+    for allowed, chunks in (({"kv_load_tiers": []}, 0), ({"max_load_tokens": 600}, 4), ({}, CHUNKS)):
+        with believing(beliefs, **FAR_BETTER), reads(proxy, methods=ASKED) as seen:
+            answer = engine.generate(prompt, kv=AUTO | allowed)
+        assert (answer["cached"], sum(seen.values())) == (chunks * 128, chunks), allowed
+        assert kv.same(answer, hbm)
+        engine.forget(dram=True)
+
+
+def test_the_policy_plans_both_ends_by_itself(engine: Engine, store: Store, proxy: FaultProxy, beliefs: Path) -> None:
+    """Predicted for the prompt: computing 1.0 s, loading 1.1 s, both ends 0.7 s."""
+    about_equal = {"compute_s": 2.0, "fixed_s": 0.3, "bytes_per_s": 2.4e6}
+    [(prompt, hbm)] = stored(engine, store, 71).values()
+    jumps, plans = overlapped(engine), counted(engine, "overlaps_planned")
+    with believing(beliefs, **about_equal, overlap_min_tokens=1024), reads(proxy) as seen:
+        answer = engine.generate(prompt, kv=AUTO)
+    assert kv.same(answer, hbm)
+    assert (counted(engine, "overlaps_planned"), overlapped(engine)) == (plans + 1, jumps + 1)
+    assert 2 <= len(seen) <= CHUNKS and max(seen.values()) == 1
+    engine.forget(dram=True)
+    with believing(beliefs, **about_equal):
+        short = engine.generate(prompt, kv=AUTO)
+    assert kv.same(short, hbm) and short["cached"] == 0
+    engine.forget(dram=True)
+    engine.generate(prompt, kv=OVERLAP)
+    assert counted(engine, "overlaps_planned") == plans + 1, "controls: a prompt too short, and one that was forced"
+
+
+def test_a_load_later_than_its_decision_allows_is_computed(
+    engine: Engine, store: Store, proxy: FaultProxy, beliefs: Path
+) -> None:
+    """Its 3 s, half of what computing was believed to take; the configuration's 60 s would have brought it whole."""
+    [(prompt, hbm)] = stored(engine, store, 81).values()
+    missed = counted(engine, "missed_deadlines")
+    late = Rule("delay", match=f"GET .*{CHUNK}", seconds=20.0, skip=4, times=1)
+    with believing(beliefs, 12.8, 0.01, 1e8), reads(proxy, late) as seen:
+        answer = engine.generate(prompt, kv=AUTO)
+    assert late.used == 1 and answer["cached"] < len(seen) * 128 and kv.same(answer, hbm)
+    assert counted(engine, "missed_deadlines") == missed + 1
