@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.crossover import faster, judge, last_wrong
+from bench.crossover import faster, judge, last_wrong, unlearned
 
 
 def record(tokens: int, load: float, recompute: float, auto: float, loaded: int) -> dict[str, Any]:
@@ -27,3 +27,11 @@ def test_a_change_took_as_many_requests_as_the_last_wrong_decision() -> None:
     assert last_wrong(learned, {512: "load", 1024: "recompute"}) == 3
     assert last_wrong(learned, {1024: "recompute"}) == 2
     assert last_wrong(learned, {}) == 0
+
+
+def test_a_change_is_learned_when_the_last_three_decisions_that_tell_are_right() -> None:
+    clear = {512: "load"}
+    late = [(512, False), (1024, True)] * 9 + [(512, True), (1024, True)]
+    assert unlearned(late, clear), "nine of ten were wrong, the last by number is not in a clear cell"
+    assert not unlearned([(512, False)] * 5 + [(512, True)] * 3, clear)
+    assert unlearned([(1024, True)] * 20, clear), "nothing tells"

@@ -87,10 +87,12 @@ class Fetch:
         What was queued before counts as passed: a load that waited behind others until it was given up says no more.
         """
         if nbytes > 0:
-            longer = min(_GIVEN_UP, (nbytes + queued) / max(arrived + queued, 1))
-            self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * max(longer, 1.0))
+            longer = max(1.0, min(_GIVEN_UP, (nbytes + queued) / max(arrived + queued, 1)))
+            before = self._fit.observed
+            self._fit.observe_at_least((1.0, float(nbytes + queued)), seconds * longer)
             self._seen = max(self._seen, arrived + queued)
-            self._newest = (arrived + queued, seconds) if arrived else (nbytes + queued, seconds * longer)
+            if self._fit.observed > before:
+                self._newest = (nbytes + queued, seconds * longer)
 
     def tick(self) -> None:
         self._fit.tick()

@@ -42,14 +42,16 @@ _OTHER_PROBES, _OTHER_SIZE = 2, 4
 latency from rate, and a fit that takes the one for the other sizes its probes so small that it never finds out."""
 
 _FORGOTTEN = 100
-"""Requests without a measurement after which a tier that others promote into is believed its prior again: it cannot be
-probed, and one estimate far too slow would keep all from loading for ever."""
+"""Loads declined in a row after which a tier that others promote into, if believed slower, is believed its prior again: it
+cannot be probed, and one estimate far too slow would keep all from loading for ever."""
 
 _SCOUT_EVERY = 12
 """Requests after which a declined tier is looked at with one chunk a lane though the budget is spent: behind a slow store
 that costs more than the budget brings in, and that it has become fast would never be seen."""
 _SCOUT_SHARE = 0.5
 """Of the seconds served since the last probe: most that such a look may take. Nobody waits for it."""
+_LARGE_SHARE = 0.25
+"""The same of a larger one, which tells latency from rate."""
 
 
 class Probe(NamedTuple):
@@ -109,7 +111,7 @@ class Policy:
         self.ledger = Ledger()
         self.traffic = Traffic()
         self._loads: dict[tuple[int, str], bool] = {}
-        self._tails = 0
+        self._tails = self._declined = 0
         self._served_at_probe_s = self._served_at_tail_s = 0.0
 
     def decide(self, request: Request) -> Decision:
@@ -120,10 +122,8 @@ class Policy:
         choices = options(known, self.prefill, self.tiers, self.config.chunk_tokens, self.traffic)
         compute = choices[0]
         loads = choices[1:]
-        for name, fetch in self.fetches.items():
+        for fetch in self.fetches.values():
             fetch.tick()
-            if fetch.age >= _FORGOTTEN and fetch.observed and self._passed(name):
-                self.fetches[name] = self.tiers.fetches[name] = Fetch(fetch.prior)
         self.prefill.tick()
         if not loads:
             self.traffic.decided(compute.total_s)
@@ -153,6 +153,9 @@ class Policy:
             decision = self._overlap(known, load, decision)
         share = decision.load_tokens / max(loads[-1].cut - known.local, 1)
         self.traffic.decided(min(chosen.total_s, decision.overlap_s), share)
+        self._declined = 0 if decision.load_tokens else self._declined + 1
+        if self._declined >= _FORGOTTEN:
+            self._forget_the_slow()
         if self.config.mode == "auto" and known.certain:
             decision = decision._replace(probe=self._probe(known, decision))
         return decision
@@ -160,7 +163,7 @@ class Policy:
     def instead(self, decision: Decision, reason: str) -> Decision:
         """Recompute all, for a reason that the caller knows; what was given away to explore is not given away then."""
         self.ledger.explored_s -= decision.explored_s
-        self._tails -= decision.reason.startswith(_TAIL_REASON)
+        self._tails -= decision.reason == _TAIL_REASON
         self.traffic.undone(decision.compute.total_s)
         return decision._replace(
             load_tokens=0, chosen=decision.compute, deadline_s=math.inf, reason=reason, other_s=decision.chosen.total_s,
@@ -229,6 +232,14 @@ class Policy:
             held.append(span)
         return request._replace(held=tuple(held))
 
+    def _forget_the_slow(self) -> None:
+        """Tiers that others promote into and that are believed slower than their priors are believed these again."""
+        self._declined = 0
+        for name, fetch in list(self.fetches.items()):
+            fresh, nbytes = Fetch(fetch.prior), self.config.chunk_tokens * self.config.hardware.kv_bytes_per_token
+            if self._passed(name) and fetch.seconds(nbytes) > fresh.seconds(nbytes):
+                self.fetches[name] = self.tiers.fetches[name] = fresh
+
     def _may_look(self, fetch: Fetch, tokens: int) -> bool:
         """Within the probing budget; or now and then, a share of what was served since the last look."""
         seconds = fetch.look_s(tokens * self.config.hardware.kv_bytes_per_token)
@@ -236,7 +247,8 @@ class Policy:
         if not fetch.observed or self.ledger.may_probe(seconds, budget, 4 * seconds):
             return True
         lately = self.ledger.served_s - self._served_at_probe_s
-        return (fetch.unsettled or fetch.age >= _SCOUT_EVERY) and seconds <= _SCOUT_SHARE * lately
+        share = _SCOUT_SHARE if tokens <= fetch.prior.lanes * self.config.chunk_tokens else _LARGE_SHARE
+        return (fetch.unsettled or fetch.age >= _SCOUT_EVERY) and seconds <= share * lately
 
     def _passed(self, tier: str) -> bool:
         """Whether others promote into it."""

@@ -142,7 +142,7 @@ class CostConnector(DynamoBlobConnector):
         self._status_due = 0.0
         self._found, self._asked, self._refused = 1.0, 2.0, 0
         self._told: set[str] = set()
-        self._soon: tuple[float, list[Loading]] = (0.0, [])
+        self._soon: tuple[float, dict[str, Loading]] = (0.0, {})
         self._spans = open_spans("dynamo-blob-kv")
 
     # ---- the decision
@@ -179,7 +179,7 @@ class CostConnector(DynamoBlobConnector):
             decision = policy.instead(decision, "the index does not know, and asking is not worth it")
         load = decision.load_tokens
         self._cost.overlaps_planned += decision.overlap_from is not None
-        self._soon[1].append(Loading(decision.chosen.load.mean, decision.chosen.compute.mean))
+        self._soon[1][rid] = Loading(decision.chosen.load.mean, decision.chosen.compute.mean)
         self._open[rid] = _Open(decision, now, request.trace_headers)
         if load:
             self._cost.deadlines[rid] = decision.deadline_s
@@ -252,13 +252,13 @@ class CostConnector(DynamoBlobConnector):
     def _loading(self, now: float) -> tuple[Loading, ...]:
         """Requests decided and not scheduled yet, most because they load. Looked up once for all that one step decides."""
         if now - self._soon[0] > _SAME_STEP_S:
-            found = [
-                Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
+            found = {
+                rid: Loading(max(o.at + o.decision.chosen.load.mean - now, 0.0), o.decision.chosen.compute.mean)
                 for rid, o in self._open.items()
-                if o.decision and not self._steps.began(rid)
-            ]
+                if o.decision
+            }
             self._soon = (now, found)
-        return tuple(self._soon[1])
+        return tuple(one for rid, one in self._soon[1].items() if rid in self._open and not self._steps.began(rid))
 
     def _queued(self) -> dict[str, int]:
         return {t.store: t.loading_bytes for t in self._ours()}
@@ -270,6 +270,7 @@ class CostConnector(DynamoBlobConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         with _never_ends_the_engine():
             self._steps.scheduled(scheduler_output)
+        with _never_ends_the_engine():
             for rid in scheduler_output.finished_req_ids:
                 self._forget(rid)
             if self._cost.status_file and time.monotonic() >= self._status_due:
@@ -290,10 +291,13 @@ class CostConnector(DynamoBlobConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         now = time.monotonic()
-        for rid in connector_output.finished_recving or ():
-            copied = self._copies.pop(rid, None)
-            if copied and not self._steps.computing_since(copied[0]):  # beside a forward pass it would measure the pass
-                self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
+        with _never_ends_the_engine():
+            for rid in connector_output.finished_recving or ():
+                copied = self._copies.pop(rid, None)
+                if copied and not self._steps.computing_since(
+                    copied[0]
+                ):  # beside a forward pass it would measure the pass
+                    self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -302,10 +306,10 @@ class CostConnector(DynamoBlobConnector):
         with _never_ends_the_engine():
             if over := self._steps.over(now):
                 step, seconds = over
-                if step.tokens >= _LEAST_TOKENS and step.teach:
-                    self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
                 for rid in step.ends:
                     self._first_token(rid, now)
+                if step.tokens >= _LEAST_TOKENS and step.teach:
+                    self._cost.policy.prefill.observe_step(step.tokens, step.pairs, step.reach, seconds, step.decoding)
         return super().take_events()
 
     def _first_token(self, rid: str, now: float) -> None:
