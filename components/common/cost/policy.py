@@ -51,7 +51,7 @@ that costs more than the budget brings in, and that it has become fast would nev
 _SCOUT_SHARE = 0.5
 """Of the seconds served since the last probe: most that such a look may take. Nobody waits for it."""
 _LARGE_SHARE = 0.25
-"""The same of a larger one, which tells latency from rate."""
+"""The same of a larger one, which tells latency from rate while a change of speed is being followed."""
 
 
 class Probe(NamedTuple):
@@ -247,8 +247,9 @@ class Policy:
         if not fetch.observed or self.ledger.may_probe(seconds, budget, 4 * seconds):
             return True
         lately = self.ledger.served_s - self._served_at_probe_s
-        share = _SCOUT_SHARE if tokens <= fetch.prior.lanes * self.config.chunk_tokens else _LARGE_SHARE
-        return (fetch.unsettled or fetch.age >= _SCOUT_EVERY) and seconds <= share * lately
+        if tokens <= fetch.prior.lanes * self.config.chunk_tokens:
+            return (fetch.unsettled or fetch.age >= _SCOUT_EVERY) and seconds <= _SCOUT_SHARE * lately
+        return fetch.unsettled and seconds <= _LARGE_SHARE * lately
 
     def _passed(self, tier: str) -> bool:
         """Whether others promote into it."""
@@ -358,7 +359,7 @@ class Policy:
             if tokens > end - first:
                 continue
             other = min(_OTHER_SIZE * tokens, most)
-            if other < 2 * tokens:  # narrower than the lanes it would see a part of the rate
+            if other <= tokens and not fetch.unsettled:  # a smaller one says nothing of a new rate
                 narrow = tokens // _OTHER_SIZE // chunk * chunk
                 other = narrow if narrow >= fetch.prior.lanes * chunk else tokens
             sizes = (other, tokens) if self.ledger.probes % _OTHER_PROBES else (tokens,)
