@@ -294,9 +294,8 @@ class CostConnector(DynamoBlobConnector):
         with _never_ends_the_engine():
             for rid in connector_output.finished_recving or ():
                 copied = self._copies.pop(rid, None)
-                if copied and not self._steps.computing_since(
-                    copied[0]
-                ):  # beside a forward pass it would measure the pass
+                # Beside a forward pass it would measure the pass.
+                if copied and not self._steps.computing_since(copied[0]):
                     self._cost.policy.fetched(DRAM, copied[1], now - copied[0])
         super().update_connector_output(connector_output)
 
